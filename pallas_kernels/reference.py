@@ -1,0 +1,57 @@
+"""The contract: position-aware attention in plain jnp, one line per equation. Memory is O(N^2)."""
+
+import jax
+import jax.numpy as jnp
+
+
+def attention_mask(causal, order, segment_ids):
+    """Which key each query may read: bool, broadcastable to (B, 1, Nq, Nk); see `tape_attention`.
+
+    order and segment_ids are (query, key) pairs of (B or 1, N) int32; segment_ids may be None.
+    """
+    (q_order, k_order), mask = order, None
+    if causal:
+        mask = q_order[:, :, None] >= k_order[:, None, :]
+    if segment_ids is not None:
+        q_segment, k_segment = segment_ids
+        same = q_segment[:, :, None] == k_segment[:, None, :]
+        same &= (k_segment >= 0)[:, None, :]
+        mask = same if mask is None else mask & same
+    return None if mask is None else mask[:, None]
+
+
+def masked_softmax(scores, mask):
+    """Softmax over the last axis in float32; a row with nothing to read is exactly zero."""
+    scores = scores.astype(jnp.float32)
+    if mask is None:
+        return jax.nn.softmax(scores, axis=-1)
+    scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
+    top = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
+    weights = jnp.where(mask, jnp.exp(scores - top), 0.0)
+    total = weights.sum(axis=-1, keepdims=True)
+    return weights / jnp.where(total == 0.0, 1.0, total)
+
+
+def reference(q, k, v, e, *, causal, order, segment_ids, scale, score_mod):
+    """Attention as in `tape_attention`, with every argument already normalised."""
+    batch, n_q, heads, width = q.shape
+    n_k, kv_heads = k.shape[1], k.shape[2]
+    groups = heads // kv_heads
+    grouped = q.reshape(batch, n_q, kv_heads, groups, width)
+    scores = jnp.einsum("bnkgd,bmkd->bkgnm", grouped, k, preferred_element_type=jnp.float32)
+    scores = scores.reshape(batch, heads, n_q, n_k) * scale
+    if score_mod is not None:
+        scores = score_mod(scores, jnp.arange(n_q), jnp.arange(n_k))
+    probs = masked_softmax(scores, attention_mask(causal, order, segment_ids))
+    probs = probs.reshape(batch, kv_heads, groups, n_q, n_k)
+
+    def read(values):
+        mixed = jnp.einsum(
+            "bkgnm,bmkd->bnkgd",
+            probs.astype(values.dtype),
+            values,
+            preferred_element_type=jnp.float32,
+        )
+        return mixed.reshape(batch, n_q, heads, -1).astype(values.dtype)
+
+    return read(v), None if e is None else read(e)

@@ -1,0 +1,66 @@
+"""Attention of one block: project, look through the position state, attend, project back."""
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import tape_attention
+from tape_jax.config import ModelConfig
+from tape_jax.layers import linear
+from tape_jax.positions.protocol import State
+from tape_jax.sharding import constrain
+
+
+class Attention(nn.Module):
+    """Grouped-query attention that also mixes the position state (paper Eqs. 6 and 7)."""
+
+    config: ModelConfig
+    causal: bool = True
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "B N C"],
+        state: State,
+        positions: Int[Array, "B N"],
+        segment_ids: Int[Array, "B N"] | None,
+        *,
+        mix_state: bool = True,
+    ) -> tuple[Float[Array, "B N C"], Float[Array, "B N H De"] | None]:
+        """The attention's output, and the state's values mixed by the same probabilities.
+
+        Causality is by index, whatever the positions say; with mix_state False nobody will read
+        the second output, so it is not computed and None.
+        """
+        config, encoding = self.config, self.config.position
+        width, bias = config.head_width, config.attention_bias
+        dtype = jnp.dtype(config.dtype)
+
+        def heads(name, count, axis):
+            y = linear(config, count * width, name, bias=bias)(x)
+            return constrain(y.reshape(*x.shape[:2], count, width), "batch", "length", axis, None)
+
+        q = heads("query", config.num_heads, "heads")
+        k = heads("key", config.kv_heads, "kv_heads")
+        v = heads("value", config.kv_heads, "kv_heads")
+        q, k = encoding.rotate(q, k, state)
+        values = encoding.values(state) if mix_state else None
+        if values is not None:
+            values = jnp.broadcast_to(values.astype(dtype), (*k.shape[:3], values.shape[-1]))
+        out, mixed = tape_attention(
+            q,
+            k,
+            v,
+            values,
+            causal=self.causal,
+            segment_ids=segment_ids,
+            scale=width**-0.5,
+            score_mod=encoding.score_mod(positions, config),
+            implementation=config.attention,
+        )
+        out = checkpoint_name(out, "attention_out")
+        if mixed is not None:
+            mixed = checkpoint_name(mixed, "attention_mixed")
+        out = linear(config, config.hidden_size, "out", bias=bias)(out.reshape(*x.shape[:2], -1))
+        return out, mixed

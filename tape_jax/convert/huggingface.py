@@ -1,0 +1,208 @@
+"""Hugging Face Llama and official TAPE checkpoints: their config and tensors into ours.
+
+The tables below are the whole knowledge: a config key or tensor that no line names is an error.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tape_jax import positions
+from tape_jax.config import ModelConfig
+from tape_jax.errors import unknown
+from tape_jax.model import Transformer
+
+_CONFIG_FIELDS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "rms_norm_eps": "norm_eps",
+    "attention_bias": "attention_bias",
+    "mlp_bias": "mlp_bias",
+    "tie_word_embeddings": "tie_embeddings",
+    "initializer_range": "initializer_range",
+}
+"""Their config key -> our ModelConfig field."""
+
+_RPE_TYPES = {None: "rope", "rope": "rope", "nope": "nope", "adape": "tape"}
+"""Official `rpe_type` -> our encoding; a plain Llama has none."""
+
+
+def _transpose(x):
+    return x.T
+
+
+def _row_sums(x):
+    """The official post_attention_linear acts as its rows' sums (einsum 'bqnd,qe->bqnd')."""
+    return x.sum(axis=1)
+
+
+def _same(x):
+    return x
+
+
+Rule = tuple[str, str, Callable[[np.ndarray], np.ndarray]]
+_TENSORS: tuple[Rule, ...] = (
+    (r"model\.embed_tokens\.weight", "embedding/embedding", _same),
+    (r"model\.norm\.weight", "final_norm/scale", _same),
+    (r"lm_head\.weight", "head/kernel", _transpose),
+)
+_LAYER_TENSORS: tuple[Rule, ...] = (
+    (r"input_layernorm\.weight", "attention_norm/scale", _same),
+    (r"post_attention_layernorm\.weight", "mlp_norm/scale", _same),
+    *(
+        rule
+        for theirs, ours in (
+            ("self_attn.q_proj", "attention/query"),
+            ("self_attn.k_proj", "attention/key"),
+            ("self_attn.v_proj", "attention/value"),
+            ("self_attn.o_proj", "attention/out"),
+            ("mlp.gate_proj", "mlp/gate"),
+            ("mlp.up_proj", "mlp/up"),
+            ("mlp.down_proj", "mlp/down"),
+        )
+        for rule in (
+            (re.escape(theirs) + r"\.weight", f"{ours}/kernel", _transpose),
+            (re.escape(theirs) + r"\.bias", f"{ours}/bias", _same),
+        )
+    ),
+    (r"pe\.up_proj\.weight", "position/w1", _same),
+    (r"pe\.x_proj\.weight", "position/gate/kernel", _transpose),
+    (r"pe\.down_proj\.weight", "position/w2", _same),
+    (r"post_attention_linear\.weight", "position/post", _row_sums),
+)
+"""Tensor name (regular expression) -> parameter path -> how to turn one into the other."""
+
+_FREQUENCIES = re.compile(r".*rotary_emb\.inv_freq")
+
+
+def from_huggingface(
+    hf_config: Mapping[str, Any], tensors: Mapping[str, Any], **overrides
+) -> tuple[ModelConfig, dict]:
+    """Our config and float32 parameters from a Llama or official TAPE checkpoint.
+
+    Args:
+      hf_config: the parsed config.json; both the old (`rope_theta`, `rope_scaling`) and the new
+        (`rope_parameters`) style, and the official TAPE keys (`rpe_type`, `position_size`,
+        `shift`).
+      tensors: state-dict name -> array, Linear weights (out, in).
+      **overrides: ModelConfig fields that win over the file's.
+
+    Raises:
+      ValueError: a config we cannot honour, or tensors that do not fit; every missing,
+        superfluous and misshapen tensor is listed.
+    """
+    config = _read_config(hf_config, overrides)
+    wanted = jax.eval_shape(
+        lambda: Transformer(config).init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    )["params"]
+    paths, tree = jax.tree_util.tree_flatten_with_path(wanted)
+    shapes = {"/".join(k.key for k in path): leaf.shape for path, leaf in paths}
+    filled, problems = _place(config, tensors, shapes)
+    problems += [f"missing: nothing fills {path}" for path in shapes if path not in filled]
+    if problems:
+        raise ValueError("checkpoint does not fit its config:\n  " + "\n  ".join(sorted(problems)))
+    leaves = [jnp.asarray(filled[path], jnp.float32) for path in shapes]
+    return config, jax.tree_util.tree_unflatten(tree, leaves)
+
+
+def _read_config(hf: Mapping[str, Any], overrides) -> ModelConfig:
+    if hf.get("model_type", "llama") != "llama":
+        raise ValueError(f"model_type={hf['model_type']!r} is not supported; expected 'llama'")
+    if hf.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act={hf['hidden_act']!r} is not supported; expected 'silu'")
+    if hf.get("log_scale"):
+        raise ValueError("log_scale=true is not supported; set it to false")
+    missing = [k for k in list(_CONFIG_FIELDS)[:5] if k not in hf]
+    if missing:
+        raise ValueError(f"config lacks {', '.join(missing)}")
+    fields = {ours: hf[theirs] for theirs, ours in _CONFIG_FIELDS.items() if theirs in hf}
+    fields["position"] = _read_position(hf)
+    for name in overrides:
+        if name not in ModelConfig.__dataclass_fields__:
+            raise ValueError(unknown("ModelConfig field", name, ModelConfig.__dataclass_fields__))
+    return ModelConfig(**fields | overrides)
+
+
+def _read_position(hf: Mapping[str, Any]) -> positions.Encoding:
+    rpe_type = hf.get("rpe_type")
+    if rpe_type not in _RPE_TYPES:
+        raise ValueError(unknown("rpe_type", str(rpe_type), filter(None, _RPE_TYPES)))
+    name = _RPE_TYPES[rpe_type]
+    if name == "nope":
+        return positions.get(name)
+    scaling = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    theta = scaling.get("rope_theta", hf.get("rope_theta", 10_000.0))
+    fields = {"base": float(theta), "shift": hf.get("shift", 0)}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "linear":
+        fields["scaling"] = positions.LinearScaling(float(scaling["factor"]))
+    elif kind != "default":
+        raise ValueError(unknown("rope_scaling type", kind, ("default", "linear")))
+    if name == "tape":
+        fields |= {"post": "scalar", "zero": "w1", "gate": "mlp", "width": hf.get("position_size")}
+    return positions.get(name, **fields)
+
+
+def _place(config, tensors, shapes):
+    """Path -> stacked array for all tensors that fit, and a line for each that does not."""
+    filled, layers, problems = {}, {}, []
+    for name, tensor in tensors.items():
+        if _FREQUENCIES.fullmatch(name):
+            problems += _check_frequencies(config, name, np.asarray(tensor))
+            continue
+        path, index, convert = _find(name)
+        value = None if path is None else convert(np.asarray(tensor, np.float32))
+        want = None if path is None else shapes.get(path)
+        if want is not None and index is not None:
+            want = want[1:] if index < config.num_layers else None
+        if path == "head/kernel" and config.tie_embeddings:
+            problems += _check_tied(tensors, tensor)
+        elif want is None:
+            problems.append(f"unexpected: {name} has no place in this model")
+        elif value.shape != want:
+            problems.append(f"shape: {name} gives {value.shape} for {path}, expected {want}")
+        elif index is None:
+            filled[path] = value
+        else:
+            layers.setdefault(path, {})[index] = value
+    for path, rows in layers.items():
+        absent = [i for i in range(config.num_layers) if i not in rows]
+        if absent:
+            problems.append(f"missing: {path} has no tensor for layers {absent}")
+        filled[path] = None if absent else np.stack([rows[i] for i in range(config.num_layers)])
+    return filled, problems
+
+
+def _find(name):
+    layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+    rules, rest = (_LAYER_TENSORS, layer[2]) if layer else (_TENSORS, name)
+    for pattern, path, convert in rules:
+        if re.fullmatch(pattern, rest):
+            return ("layers/" + path, int(layer[1]), convert) if layer else (path, None, convert)
+    return None, None, None
+
+
+def _check_frequencies(config, name, tensor):
+    """Stored frequencies carry no information unless they are not the config's: then say so."""
+    base = getattr(config.position, "base", None)
+    want = None if base is None else positions.frequencies(config.head_width, base)
+    if want is None or tensor.shape != want.shape or not np.allclose(tensor, want, rtol=1e-3):
+        return [f"unexpected: {name} does not hold the frequencies of base {base}"]
+    return []
+
+
+def _check_tied(tensors, head):
+    embedding = tensors.get("model.embed_tokens.weight")
+    if embedding is None or not np.array_equal(np.asarray(embedding), np.asarray(head)):
+        return ["unexpected: lm_head.weight differs from the embedding it should be tied to"]
+    return []
+

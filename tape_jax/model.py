@@ -1,0 +1,209 @@
+"""The one decoder that every encoding runs in: a Llama whose blocks also update positions.
+
+Letters: B batch, N sequence, C hidden, H query heads, K state (key/value) heads, D head width,
+L layers, V vocabulary.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from tape_jax.attention import Attention
+from tape_jax.config import REMAT_POLICIES, ModelConfig
+from tape_jax.layers import MLP, linear, norm
+from tape_jax.positions.protocol import State
+from tape_jax.sharding import constrain
+
+
+class Block(nn.Module):
+    """One layer's dual update, of tokens x and of the position state e."""
+
+    config: ModelConfig
+    causal: bool = True
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "B N C"],
+        state: State,
+        positions: Int[Array, "B N"],
+        segment_ids: Int[Array, "B N"] | None,
+        *,
+        update_state: bool = True,
+    ) -> tuple[Float[Array, "B N C"], State]:
+        """x + attention + MLP, and the encoding's update of its state.
+
+        With update_state False the state is returned as it came: nothing is computed for it.
+        """
+        config = self.config
+        attention = Attention(config, self.causal, name="attention")
+        attended, mixed = attention(
+            norm(config, "attention_norm")(x),
+            state,
+            positions,
+            segment_ids,
+            mix_state=update_state,
+        )
+        x = x + attended
+        hidden = norm(config, "mlp_norm")(x)
+        mlp_out = MLP(config, name="mlp")(hidden)
+        if update_state:
+            state = config.position.update(state, mixed, mlp_out, hidden, config)
+        return constrain(x + mlp_out, "batch", "length", "hidden"), state
+
+
+class Transformer(nn.Module):
+    """A causal language model: `apply({"params": p}, tokens)` gives float32 logits.
+
+    Parameters of the layers are stacked on a leading axis (L, ...) whether the layers are scanned
+    or unrolled, so `scan_layers` can change between a checkpoint and its use.
+
+    Two collections can be asked for with `mutable=[...]`:
+      "metrics": `position_norm` (L,), the size of the state that each layer reads relative to the
+        first (root mean squares; nothing in TAPE normalises it), for encodings with a state.
+      "intermediates": `hidden_states` (L+1, B, N, C) before the final norm, and
+        `position_states`, L+1 states from the first to the one after the last layer.
+    """
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens: Int[Array, "B N"],
+        positions: Int[Array, "B N"] | None = None,
+        segment_ids: Int[Array, "B N"] | None = None,
+    ) -> Float[Array, "B N V"]:
+        """Logits of the next token at every position.
+
+        Args:
+          tokens: ids in [0, vocab_size). Under jit they cannot be checked: an id outside gives
+            NaN logits in its row from there on; outside jit it raises.
+          positions: int32, increasing within a segment; 0 .. N-1 (plus the encoding's shift) when
+            None. Never inferred from segment_ids.
+          segment_ids: a token reads only its own segment; negative ids are padding.
+
+        Raises:
+          ValueError: an empty sequence, shapes that do not fit, or ids outside the vocabulary.
+        """
+        config, encoding = self.config, self.config.position
+        _check_inputs(config, tokens, positions, segment_ids)
+        tokens = constrain(tokens, "batch", "length")
+        if positions is None:
+            positions = encoding.default_positions(tokens.shape[1])
+        if positions is None:
+            positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+
+        embedding = nn.Embed(
+            config.vocab_size,
+            config.hidden_size,
+            dtype=jnp.dtype(config.dtype),
+            embedding_init=nn.initializers.normal(config.initializer_range),
+            name="embedding",
+        )
+        # jnp.take wraps negative ids around; past the end they give NaN, as promised above.
+        rows = embedding(jnp.where(tokens < 0, config.vocab_size, tokens))
+        x = constrain(encoding.embed(rows, positions), "batch", "length", "hidden")
+        state = encoding.initial_state(positions, config)
+        x = self._layers(x, state, positions, segment_ids)
+        x = norm(config, "final_norm")(x)
+        if config.tie_embeddings:
+            logits = _float32_dot(x, embedding.embedding.astype(x.dtype).T)
+        else:
+            head = linear(config, config.vocab_size, "head", dot_general=_float32_dot_general)
+            logits = head(x)
+        return constrain(logits, "batch", "length", "vocab")
+
+    def _layers(self, x, state, positions, segment_ids):
+        """Runs the stack, scanned or unrolled, and sows what was asked for."""
+        config = self.config
+        block = Block(config, parent=None)
+        keep_all = self.is_mutable_collection("intermediates")
+        keep_norms = self.is_mutable_collection("metrics") and state is not None
+
+        def init(rng):
+            def one(key):
+                return block.init(key, x, state, positions, segment_ids)["params"]
+
+            return jax.vmap(one)(jax.random.split(rng, config.num_layers))
+
+        def layer(params, carry, update_state):
+            norms = _root_mean_square(carry[1]) if keep_norms else None
+            args = (*carry, positions, segment_ids)
+            carry = block.apply({"params": params}, *args, update_state=update_state)
+            return carry, (norms, carry if keep_all else None)
+
+        policy = REMAT_POLICIES[config.remat]
+        if policy is not None:
+            layer = jax.checkpoint(
+                layer, policy=policy, static_argnums=2, prevent_cse=not config.scan_layers
+            )
+        params, first = self.param("layers", init), (x, state)
+        if config.scan_layers:
+            # A scan's carry keeps its shape: the first state is spread over batch and heads.
+            one = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), params)
+            shapes, _ = jax.eval_shape(lambda p, c: layer(p, c, True), one, first)
+            carry = jax.tree.map(lambda a, like: jnp.broadcast_to(a, like.shape), first, shapes)
+            carry, kept = jax.lax.scan(lambda c, p: layer(p, c, True), carry, params)
+        else:
+            carry, rows = first, []
+            for i, p in enumerate(_unstack(params, config.num_layers)):
+                last = i == config.num_layers - 1
+                # Nobody reads the state after the last layer unless it is asked for.
+                carry, row = layer(p, carry, keep_all or not last)
+                rows.append(row)
+            kept = jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
+        self._sow(first, kept)
+        return carry[0]
+
+    def _sow(self, first, kept):
+        norms, carries = kept
+        if norms is not None:
+            relative = norms / _root_mean_square(first[1])
+            self.sow("metrics", "position_norm", relative, reduce_fn=lambda _, new: new)
+        if carries is not None:
+            for name, start, rest in zip(
+                ("hidden_states", "position_states"), first, carries, strict=True
+            ):
+                if rest is not None:
+                    start = jnp.broadcast_to(start, rest.shape[1:])[None]
+                    both = jnp.concatenate([start, rest])
+                    self.sow("intermediates", name, both, reduce_fn=lambda _, new: new)
+
+
+def _unstack(params, count):
+    """The per-layer trees of a stacked one; `split`, because its gradient is one concatenation."""
+    pieces = jax.tree.map(lambda p: jax.lax.split(p, (1,) * count), params)
+    is_piece = lambda x: isinstance(x, list | tuple)  # noqa: E731
+    return [jax.tree.map(lambda p, i=i: p[i][0], pieces, is_leaf=is_piece) for i in range(count)]
+
+
+def _root_mean_square(state):
+    return jnp.sqrt(jnp.mean(jnp.square(state.astype(jnp.float32))))
+
+
+def _float32_dot_general(*args, **kwargs):
+    """Products of the compute dtype summed into float32 logits."""
+    return jax.lax.dot_general(*args, **kwargs | {"preferred_element_type": jnp.float32})
+
+
+def _float32_dot(x, kernel):
+    return jnp.dot(x, kernel, preferred_element_type=jnp.float32)
+
+
+def _check_inputs(config, tokens, positions, segment_ids):
+    if tokens.ndim != 2 or 0 in tokens.shape:
+        raise ValueError(f"tokens must be (batch, length) with both >= 1, got {tokens.shape}")
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(f"tokens must be integers, got {tokens.dtype}")
+    for name, x in {"positions": positions, "segment_ids": segment_ids}.items():
+        if x is not None and (x.ndim != 2 or x.shape[1] != tokens.shape[1]):
+            raise ValueError(f"{name} must be (batch, {tokens.shape[1]}), got {x.shape}")
+    if not isinstance(tokens, jax.core.Tracer):
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= config.vocab_size:
+            raise ValueError(
+                f"token ids must lie in [0, model.vocab_size={config.vocab_size}), got"
+                f" {low if low < 0 else high}: the tokenizer and the model do not fit"
+            )

@@ -1,0 +1,71 @@
+"""The protocol every positional encoding implements: a frozen dataclass with six hooks.
+
+The decoder calls the hooks and knows nothing else about positions. A hook that learns calls a thin
+Linen module inside: hooks run within the compact scope of the block (or the attention, or the
+model) that calls them, so its parameters land there, under the name "position".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from jaxtyping import Array, Float, Int
+
+if TYPE_CHECKING:
+    from pallas_kernels import ScoreMod
+    from tape_jax.config import ModelConfig
+
+State = Any
+"""An encoding's per-layer state: an array (B or 1, N, K or 1, S), or None."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoding:
+    """No positions at all, and the base of every encoding: each hook does nothing.
+
+    Subclasses set `name` to their registry name; their other fields are hyper-parameters.
+    """
+
+    name: str
+
+    def validate(self, config: ModelConfig) -> None:
+        """Raises ValueError, naming field, value and fix, when `config` cannot carry this."""
+
+    def default_positions(self, length: int) -> Int[Array, "1 N"] | None:
+        """Positions used when the caller gives none; None means 0 .. N-1."""
+
+    def embed(self, x: Float[Array, "B N C"], positions: Int[Array, "B N"]) -> Array:
+        """The token embedding with positions added (absolute encodings)."""
+        return x
+
+    def initial_state(self, positions: Int[Array, "B N"], config: ModelConfig) -> State:
+        """The state before the first block, in float32 arithmetic."""
+
+    def rotate(self, q: Float[Array, "B N H D"], k: Float[Array, "B N K D"], state: State):
+        """Queries and keys seen through the state; widths may change, equally for both."""
+        return q, k
+
+    def score_mod(self, positions: Int[Array, "B N"], config: ModelConfig) -> ScoreMod | None:
+        """A change of the scaled scores, evaluated tile by tile on indices (additive encodings)."""
+
+    def values(self, state: State) -> Float[Array, "B N K De"] | None:
+        """A second value stream for the attention to mix with its own probabilities."""
+
+    def update(
+        self,
+        state: State,
+        mixed: Float[Array, "B N H De"],
+        mlp_out: Float[Array, "B N C"],
+        hidden: Float[Array, "B N C"],
+        config: ModelConfig,
+    ) -> State:
+        """The next block's state, from the mixed values, the MLP's output and its input."""
+        return state
+
+
+@dataclasses.dataclass(frozen=True)
+class NoPE(Encoding):
+    """No positional encoding (arXiv 2305.19466): only the causal mask tells order."""
+
+    name: str = "nope"
