@@ -18,17 +18,27 @@ REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "attention": jax.checkpoint_policies.save_only_these_names("attention_out", "attention_mixed"),
 }
-"""What a block keeps for the backward pass: all of it, nothing, its matrix products, or the two
-outputs of the attention."""
+"""`ModelConfig.remat` by name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A Llama-style decoder with a pluggable positional encoding. Hashable, so static under jit.
 
-    The defaults are the 155M model of the TAPE paper. `position` is an `Encoding`, or a name in
-    `tape_jax.positions`. `num_kv_heads` None means one per query head; `head_dim` None means
-    hidden_size / num_heads; `attention` None takes the best implementation that fits.
+    The defaults are the 155M model of the TAPE paper.
+
+    Attributes:
+      intermediate_size: channels inside the MLP.
+      num_kv_heads: key/value heads, and heads of the position state; one per query head when None.
+      head_dim: channels of a head; hidden_size / num_heads when None.
+      position: an `Encoding`, or a name in `tape_jax.positions`.
+      initializer_range: standard deviation of new weights.
+      dtype: of the computation; parameters, angles, softmax and logits are float32.
+      attention: an implementation's name; the best that fits when None.
+      scan_layers: one compiled block in a loop (compiles fast) or all of them unrolled (runs
+        fastest); the parameters are the same.
+      remat: what a block keeps for the backward pass: "none" recomputes nothing and keeps all,
+        "full" keeps nothing, "dots" its matrix products, "attention" the attention's outputs.
 
     Raises:
       ValueError: values that cannot make a model; names the fields and what would do.
@@ -41,7 +51,7 @@ class ModelConfig:
     num_heads: int = 12
     num_kv_heads: int | None = None
     head_dim: int | None = None
-    position: Encoding = positions.Tape()  # noqa: RUF009 - frozen
+    position: Encoding = positions.Tape()
     norm_eps: float = 1e-5
     attention_bias: bool = False
     mlp_bias: bool = False

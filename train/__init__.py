@@ -1,0 +1,1 @@
+"""Commands that train and evaluate, and what they share; run them from a checkout."""

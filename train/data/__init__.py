@@ -1,0 +1,1 @@
+"""Tasks and their data: random access by index, batched by grain."""

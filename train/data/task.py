@@ -1,0 +1,56 @@
+"""The protocol of a training task: where samples come from and how the model is scored on it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from train.evals.runner import Scorer
+
+Sample = dict[str, np.ndarray]
+"""`tokens` and `targets` (N,) int32 and `weights` (N,) float32: 1 where the target is scored."""
+
+
+class Source(Protocol):
+    """Samples by index: item i is the same for every process and every run."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Sample: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A frozen, hashable description of a task; subclasses set `name` to their registry name."""
+
+    name: str
+
+    @property
+    def length(self) -> int:
+        """N: tokens of a training sample."""
+        raise NotImplementedError
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids a sample may hold; the model needs at least as many."""
+        raise NotImplementedError
+
+    def validate(self) -> None:
+        """Raises ValueError, naming field, value and fix."""
+
+    def source(self, seed: int) -> Source:
+        """The training samples of this seed."""
+        raise NotImplementedError
+
+    def evaluate(self, scorer: Scorer, seed: int, folder: Path) -> dict[str, float]:
+        """Scores a model, writes JSON and a picture into `folder`, returns the headline numbers."""
+        raise NotImplementedError
+
+
+Stop = Callable[[], bool]
+Batches = Iterator[Sample]

@@ -1,0 +1,79 @@
+"""Exact match of addition over the grid of operand lengths, as JSON and as a heat map."""
+
+from __future__ import annotations
+
+import json
+from itertools import chain
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from train.data.addition import Addition
+from train.evals.runner import Scorer
+
+matplotlib.use("Agg")
+
+
+def evaluate_grid(task: Addition, scorer: Scorer, seed: int, folder: Path) -> dict[str, float]:
+    """Writes grid.json and grid.png into `folder`; returns the means in and beyond training.
+
+    "in range" is the mean over cells with both operands within `max_digits`, "beyond" over the
+    other cells, "mean" over the whole grid (the paper's figure). A cell is the fraction of
+    problems whose every digit and end mark greedy decoding gets right.
+    """
+    lengths = range(1, task.eval_digits + 1)
+    samples = chain.from_iterable(task.cell(i, j, seed) for i in lengths for j in lengths)
+    total = len(lengths) ** 2 * task.eval_examples
+    matches = scorer.exact_matches(samples, total)
+    grid = matches.reshape(len(lengths), len(lengths), -1).mean(axis=-1)
+    summary = summarise(grid, task.max_digits)
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {
+        "task": task.name,
+        "train_digits": task.max_digits,
+        "examples_per_cell": task.eval_examples,
+        **summary,
+        "grid": np.round(grid, 4).tolist(),
+    }
+    (folder / "grid.json").write_text(json.dumps(record, indent=1) + "\n")
+    draw_grid(grid, task.max_digits, summary).savefig(folder / "grid.png", dpi=120)
+    return summary
+
+
+def summarise(grid: np.ndarray, max_digits: int) -> dict[str, float]:
+    """The means of a grid of accuracies: in the training range, beyond it, over everything."""
+    inside = np.zeros(grid.shape, bool)
+    inside[:max_digits, :max_digits] = True
+    summary = {"in_range": grid[inside].mean()}
+    if not inside.all():
+        summary["beyond"] = grid[~inside].mean()
+    return {name: float(value) for name, value in (summary | {"mean": grid.mean()}).items()}
+
+
+def draw_grid(grid: np.ndarray, max_digits: int, summary: dict[str, float]) -> Figure:
+    """The heat map, the training range boxed."""
+    n = len(grid)
+    figure = Figure(figsize=(6.4, 5.6), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(
+        grid, origin="lower", vmin=0, vmax=1, cmap="viridis", extent=(0.5, n + 0.5, 0.5, n + 0.5)
+    )
+    side = min(max_digits, n)
+    axes.add_patch(Rectangle((0.5, 0.5), side, side, fill=False, edgecolor="red", linewidth=2))
+    if n <= 12:
+        for i, j in np.ndindex(grid.shape):
+            color = "white" if grid[i, j] < 0.6 else "black"
+            text = f"{100 * grid[i, j]:.0f}"
+            axes.text(j + 1, i + 1, text, ha="center", va="center", color=color, fontsize=9)
+        axes.set_xticks(range(1, n + 1))
+        axes.set_yticks(range(1, n + 1))
+    axes.set_xlabel("digits of the second operand")
+    axes.set_ylabel("digits of the first operand")
+    names = {"in_range": "in range", "beyond": "beyond", "mean": "all"}
+    parts = [f"{names[key]} {100 * value:.1f} %" for key, value in summary.items()]
+    axes.set_title("exact match: " + ", ".join(parts) + "\nred: lengths seen in training")
+    figure.colorbar(image, ax=axes, label="exact match")
+    return figure

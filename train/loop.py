@@ -1,0 +1,172 @@
+"""The training loop, top to bottom: config, mesh, data, state, step, loop."""
+
+import math
+import time
+from pathlib import Path
+
+import jax
+
+from tape_jax import Transformer
+from train.checkpoint import Checkpoints, claim_workdir
+from train.config import TrainConfig
+from train.data.pipeline import batches, to_device
+from train.evals.runner import Interrupted, Scorer
+from train.interrupt import Interrupt
+from train.mesh import make_mesh
+from train.report import write_report
+from train.runlog import RunLog
+from train.step import TrainState, jit_train_step, make_state, state_shardings
+from train.throughput import utilisation
+
+
+class NonFiniteError(ArithmeticError):
+    """The loss or the gradient of a step is not a number."""
+
+
+def train(config: TrainConfig, workdir: Path, allow_config_change: bool = False) -> int:
+    """Trains until done or told to stop, continuing what `workdir` holds; returns the step.
+
+    Raises:
+      ValueError: a config that cannot work, or a work directory of another one, before anything
+        is compiled.
+      NonFiniteError: a loss or gradient that is not finite; the newest checkpoint is from before.
+    """
+    config.validate()
+    claim_workdir(workdir, config, allow_config_change)
+    mesh = make_mesh(config.mesh)
+    with jax.set_mesh(mesh), Interrupt() as stop, RunLog(workdir, config.steps) as log:
+        data = batches(config.task.source(config.seed), config.batch_size)
+        checkpoints = Checkpoints(workdir, config.keep)
+        try:
+            state = _restore_or_initialise(config, mesh, checkpoints, data, log)
+            return _loop(config, workdir, mesh, state, data, checkpoints, stop, log)
+        finally:
+            checkpoints.close()
+
+
+def _restore_or_initialise(config, mesh, checkpoints, data, log) -> TrainState:
+    # Where a run starts from, in this order:
+    #   1. the newest sound checkpoint of its own work directory
+    #   2. scratch, from the seed
+    shapes, shardings = state_shardings(config, mesh)
+    abstract = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+    )
+    state = checkpoints.restore(abstract, data)
+    if state is not None:
+        log.say(f"continuing from the checkpoint of step {int(state.step)}")
+        log.write("event", int(state.step), {"event": "resumed"})
+        return state
+    count = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes.params))
+    log.say(f"starting from scratch: {count:,} parameters, seed {config.seed}")
+    initialise = jax.jit(lambda: make_state(config, config.seed), out_shardings=shardings)
+    return initialise()
+
+
+def _loop(config, workdir, mesh, state, data, checkpoints, stop, log) -> int:
+    _, shardings = state_shardings(config, mesh)
+    step_function = jit_train_step(config, shardings)
+    start = step = int(state.step)
+    meter, pending = _Meter(config, log, start), None
+    while step < config.steps and not stop():
+        batch = to_device(next(data), mesh, config.model.vocab_size)
+        state, figures = step_function(state, batch)
+        # The step runs on the device while the one before it is checked and logged.
+        if pending is not None:
+            meter.record(*pending)
+        step, pending = step + 1, (step + 1, figures)
+        done = step == config.steps
+        if step % config.save_every == 0 or done or step % config.eval_every == 0 or stop():
+            meter.record(*pending)  # nothing unsound is saved or evaluated
+            pending = None
+            if step % config.save_every == 0 or done:
+                checkpoints.save(step, state, data)
+            if step % config.eval_every == 0 and not done:
+                evaluate(config, workdir, mesh, state.params, step, stop, log)
+                meter.restart()
+    if pending is not None:
+        meter.record(*pending)
+    if step > start:
+        checkpoints.save(step, state, data)
+    if not stop():
+        evaluate(config, workdir, mesh, state.params, step, stop, log)
+    if stop():
+        log.say(f"{stop.signal.name}: saved at step {step}; the same command continues from there")
+        log.write("event", step, {"event": stop.signal.name})
+    return step
+
+
+def evaluate(config, workdir, mesh, params, step, stop, log) -> dict[str, float] | None:
+    """Scores the parameters, logs the result and writes the report; None when told to stop."""
+    folder = workdir / "eval" / f"step-{step:08d}"
+    scorer = Scorer(
+        Transformer(config.model),
+        params,
+        mesh,
+        rows=math.lcm(512, mesh.shape["data"] * mesh.shape["fsdp"]),
+        stop=stop,
+        progress=lambda done, total: log.show("evaluate", done, total),
+    )
+    try:
+        summary = config.task.evaluate(scorer, config.seed, folder)
+    except Interrupted:
+        return None
+    log.write("eval", step, summary)
+    figures = ", ".join(f"{name} {100 * value:.2f} %" for name, value in summary.items())
+    log.say(f"step {step}: exact match {figures}  ({folder})")
+    if jax.process_index() == 0:
+        write_report(workdir, config, step, folder, summary)
+    return summary
+
+
+class _Meter:
+    """Checks, times and logs the steps one after the other."""
+
+    def __init__(self, config: TrainConfig, log: RunLog, start: int):
+        self._config, self._log, self._start = config, log, start
+        self._mark: tuple[int, float] | None = None
+        self._began = time.monotonic()
+
+    def restart(self) -> None:
+        """Leaves what has happened since the last step out of the timing."""
+        self._mark = None
+
+    def record(self, step: int, figures: dict) -> None:
+        """Waits for the step and logs it when its turn has come.
+
+        Raises:
+          NonFiniteError: its loss or gradient is not finite.
+        """
+        config = self._config
+        loss, norm = float(figures["loss"]), float(figures["gradient_norm"])
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise NonFiniteError(
+                f"step {step}: loss {loss}, gradient norm {norm}; nothing of it was saved, the last"
+                " good checkpoint is kept (try a lower optimizer.learning_rate, or look at the"
+                " step's data)"
+            )
+        now = time.monotonic()
+        if step == self._start + 1:
+            self._log.say(f"first step, with compilation: {now - self._began:.1f} s")
+        if step % config.log_every == 0 or step == config.steps:
+            figures = dict(figures) | self._speed(step, now)
+            self._log.write("train", step, figures)
+            self._mark = (step, now)
+        speed = figures.get("tokens_per_second")
+        text = f"loss {loss:.4f}" + (f"  {speed:,.0f} tokens/s" if speed else "")
+        if speed or not self._log.console.is_terminal:
+            self._log.show("train", step, config.steps, text)
+
+    def _speed(self, step: int, now: float) -> dict[str, float]:
+        if self._mark is None or step == self._mark[0]:
+            return {}
+        config, (since, then) = self._config, self._mark
+        seconds = (now - then) / (step - since)
+        tokens = config.batch_size * config.task.length / seconds
+        figures = {
+            "step_seconds": seconds,
+            "tokens_per_second": tokens,
+            "eta_seconds": seconds * (config.steps - step),
+        }
+        used = utilisation(config.model, config.task.length, tokens)
+        return figures if used is None else figures | {"mfu": used}

@@ -1,0 +1,23 @@
+"""Train a model from scratch: `python -m train.pretrain --config NAME --workdir DIR`."""
+
+import logging
+
+from absl import flags
+
+from train.config import parse
+from train.loop import NonFiniteError, train
+
+
+def main() -> None:
+    """The command. Exit status 0 when done or stopped by a signal, 1 on bad input or a bad step."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    where, config = parse()
+    flags.FLAGS.mark_as_parsed()  # grain's workers read absl flags
+    try:
+        train(config, where.workdir, where.allow_config_change)
+    except (ValueError, NonFiniteError) as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

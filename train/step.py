@@ -1,0 +1,109 @@
+"""The training state and the jitted step: loss as a sum and a weight, divided once."""
+
+from collections.abc import Callable
+
+import flax
+import jax
+import jax.numpy as jnp
+import optax
+
+from tape_jax import Transformer
+from tape_jax.sharding import parameter_shardings
+from train.config import TrainConfig
+from train.optimizer import make_optimizer, make_schedule
+
+Batch = dict[str, jax.Array]
+
+
+@flax.struct.dataclass
+class TrainState:
+    """Everything that changes from step to step but the data iterator."""
+
+    step: jax.Array
+    params: dict
+    opt_state: optax.OptState
+
+
+def make_state(config: TrainConfig, seed: int) -> TrainState:
+    """A new state: parameters and optimizer, from the seed alone."""
+    tokens = jnp.zeros((1, min(config.task.length, 8)), jnp.int32)
+    params = Transformer(config.model).init(jax.random.key(seed), tokens)["params"]
+    tx = make_optimizer(config.optimizer, config.steps)
+    return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params))
+
+
+def state_shardings(config: TrainConfig, mesh: jax.sharding.Mesh) -> tuple[TrainState, TrainState]:
+    """The state's shapes, and where each of its arrays lives."""
+    shapes = jax.eval_shape(lambda: make_state(config, 0))
+    params = parameter_shardings(shapes.params, mesh)
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    tx = make_optimizer(config.optimizer, config.steps)
+    opt_state = optax.tree_map_params(
+        tx, lambda _, s: s, shapes.opt_state, params, transform_non_params=lambda _: whole
+    )
+    return shapes, TrainState(whole, params, opt_state)
+
+
+def loss_sums(params, model: Transformer, batch: Batch):
+    """Summed cross entropy of the scored targets, and (weight, hits, position norms)."""
+    logits, collected = model.apply({"params": params}, batch["tokens"], mutable=["metrics"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+    hits = (logits.argmax(-1) == batch["targets"]) * batch["weights"]
+    norms = collected.get("metrics", {})
+    return (losses * batch["weights"]).sum(), (batch["weights"].sum(), hits.sum(), norms)
+
+
+def mean_gradients(params, model: Transformer, batch: Batch, accumulation: int):
+    """Mean loss over all scored targets of the batch, its gradient, and (weight, hits, norms).
+
+    Sums are accumulated over the micro-batches and divided once: micro-batches with different
+    numbers of scored targets weigh as one batch would.
+    """
+    grad = jax.value_and_grad(loss_sums, has_aux=True)
+    if accumulation == 1:
+        (loss, (weight, hits, norms)), grads = grad(params, model, batch)
+    else:
+        # Micro-batch i takes rows i, i + A, ...: each is spread over all devices as the batch is.
+        micro = jax.tree.map(
+            lambda x: x.reshape(-1, accumulation, *x.shape[1:]).swapaxes(0, 1), batch
+        )
+        first = jax.tree.map(lambda x: x[0], micro)
+        like = jax.eval_shape(lambda b: grad(params, model, b), first)
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
+
+        def add(total, one):
+            return jax.tree.map(jnp.add, total, grad(params, model, one)), None
+
+        ((loss, (weight, hits, norms)), grads), _ = jax.lax.scan(add, zeros, micro)
+        norms = jax.tree.map(lambda x: x / accumulation, norms)
+    return loss / weight, jax.tree.map(lambda g: g / weight, grads), (weight, hits, norms)
+
+
+def train_step(state: TrainState, batch: Batch, config: TrainConfig):
+    """One optimizer step: the new state, and the figures of the step it took."""
+    model = Transformer(config.model)
+    loss, grads, (weight, hits, norms) = mean_gradients(
+        state.params, model, batch, config.accumulation
+    )
+    tx = make_optimizer(config.optimizer, config.steps)
+    updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    figures = {
+        "loss": loss,
+        "accuracy": hits / weight,
+        "scored_tokens": weight,
+        "learning_rate": make_schedule(config.optimizer, config.steps)(state.step),
+        "gradient_norm": optax.global_norm(grads),
+        "update_norm": optax.global_norm(updates),
+        **norms,
+    }
+    params = optax.apply_updates(state.params, updates)
+    return TrainState(state.step + 1, params, opt_state), figures
+
+
+def jit_train_step(config: TrainConfig, shardings: TrainState) -> Callable:
+    """The step compiled for the state's shardings, its old state's memory reused."""
+
+    def step(state, batch):
+        return train_step(state, batch, config)
+
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
