@@ -16,6 +16,7 @@ def demo() -> TrainConfig:
             intermediate_size=256,
             num_layers=3,
             num_heads=4,
+            initializer_range=0.08,
             position=positions.Tape(),
             scan_layers=False,
         ),

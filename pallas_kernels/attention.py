@@ -5,7 +5,6 @@ Letters: B batch, N sequence, D head dim, H query heads, K key/value heads, G = 
 
 from collections.abc import Callable
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.reference import reference
@@ -52,9 +51,6 @@ def tape_attention(
     """
     _check(q, k, v, e)
     n_q, n_k = q.shape[1], k.shape[1]
-    order = _pair("positions", positions, n_q, n_k)
-    if order is None:
-        order = (jnp.arange(n_q)[None], jnp.arange(n_k)[None])
     run = _named(implementation)
     return run(
         q,
@@ -62,7 +58,7 @@ def tape_attention(
         v,
         e,
         causal=causal,
-        order=order,
+        order=_pair("positions", positions, n_q, n_k),
         segment_ids=_pair("segment_ids", segment_ids, n_q, n_k),
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
         score_mod=score_mod,

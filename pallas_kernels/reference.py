@@ -4,13 +4,14 @@ import jax
 import jax.numpy as jnp
 
 
-def attention_mask(causal, order, segment_ids):
-    """Which key each query may read: bool, broadcastable to (B, 1, Nq, Nk); see `tape_attention`.
+def attention_mask(causal, order, segment_ids, n_q, n_k):
+    """Which key each query may read: bool, broadcastable to (B, 1, Nq, Nk), or None for all.
 
-    order and segment_ids are (query, key) pairs of (B or 1, N) int32; segment_ids may be None.
+    order and segment_ids are (query, key) pairs of (B or 1, N) int32, or None.
     """
-    (q_order, k_order), mask = order, None
+    mask = None
     if causal:
+        q_order, k_order = order or (jnp.arange(n_q)[None], jnp.arange(n_k)[None])
         mask = q_order[:, :, None] >= k_order[:, None, :]
     if segment_ids is not None:
         q_segment, k_segment = segment_ids
@@ -22,14 +23,10 @@ def attention_mask(causal, order, segment_ids):
 
 def masked_softmax(scores, mask):
     """Softmax over the last axis in float32; a row with nothing to read is exactly zero."""
-    scores = scores.astype(jnp.float32)
     if mask is None:
         return jax.nn.softmax(scores, axis=-1)
-    scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
-    top = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
-    weights = jnp.where(mask, jnp.exp(scores - top), 0.0)
-    total = weights.sum(axis=-1, keepdims=True)
-    return weights / jnp.where(total == 0.0, 1.0, total)
+    probs = jax.nn.softmax(jnp.where(mask, scores, jnp.finfo(jnp.float32).min), axis=-1)
+    return jnp.where(mask.any(axis=-1, keepdims=True), probs, 0.0)
 
 
 def reference(q, k, v, e, *, causal, order, segment_ids, scale, score_mod):
@@ -42,7 +39,7 @@ def reference(q, k, v, e, *, causal, order, segment_ids, scale, score_mod):
     scores = scores.reshape(batch, heads, n_q, n_k) * scale
     if score_mod is not None:
         scores = score_mod(scores, jnp.arange(n_q), jnp.arange(n_k))
-    probs = masked_softmax(scores, attention_mask(causal, order, segment_ids))
+    probs = masked_softmax(scores, attention_mask(causal, order, segment_ids, n_q, n_k))
     probs = probs.reshape(batch, kv_heads, groups, n_q, n_k)
 
     def read(values):
