@@ -30,7 +30,7 @@ def demo() -> TrainConfig:
 
 
 def paper() -> TrainConfig:
-    """The paper's addition run (papers.md 2.2 and 3): up to 40 digits, tested up to 80.
+    """The addition run of the paper (section 4.1): up to 40 digits, tested up to 80.
 
     16 layers of 1024 with 16 heads, batch 512, 20k steps, lr 1e-4. Our decoder (pre-norm, causal
     row-normalised state update, rotations applied) in place of the official one, whose published

@@ -7,6 +7,7 @@ L layers, V vocabulary.
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from tape_jax.attention import Attention
@@ -79,7 +80,7 @@ class Transformer(nn.Module):
 
         Args:
           tokens: ids in [0, vocab_size). Under jit they cannot be checked: an id outside gives
-            NaN logits in its row from there on; outside jit it raises.
+            NaN logits in its sequence; outside jit it raises.
           positions: int32, increasing within a segment; 0 .. N-1 (plus the encoding's shift) when
             None. Never inferred from segment_ids.
           segment_ids: a token reads only its own segment; negative ids are padding.
@@ -122,6 +123,7 @@ class Transformer(nn.Module):
         keep_all = self.is_mutable_collection("intermediates")
         keep_norms = self.is_mutable_collection("metrics") and state is not None
 
+        @jax.jit  # so that only the parameters are computed, not the block's output
         def init(rng):
             def one(key):
                 return block.init(key, x, state, positions, segment_ids)["params"]
@@ -140,6 +142,8 @@ class Transformer(nn.Module):
                 layer, policy=policy, static_argnums=2, prevent_cse=not config.scan_layers
             )
         params, first = self.param("layers", init), (x, state)
+        if self.is_initializing():
+            return x
         if config.scan_layers:
             # A scan's carry keeps its shape: the first state is spread over batch and heads.
             one = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), params)
@@ -201,7 +205,8 @@ def _check_inputs(config, tokens, positions, segment_ids):
         if x is not None and (x.ndim != 2 or x.shape[1] != tokens.shape[1]):
             raise ValueError(f"{name} must be (batch, {tokens.shape[1]}), got {x.shape}")
     if not isinstance(tokens, jax.core.Tracer):
-        low, high = int(tokens.min()), int(tokens.max())
+        concrete = np.asarray(tokens)  # numpy: within a trace, jnp would make it abstract
+        low, high = int(concrete.min()), int(concrete.max())
         if low < 0 or high >= config.vocab_size:
             raise ValueError(
                 f"token ids must lie in [0, model.vocab_size={config.vocab_size}), got"

@@ -25,11 +25,12 @@ def frequencies(width: int, base: float) -> np.ndarray:
 
 
 def phases(positions: Int[Array, "B N"], freqs: np.ndarray) -> Float[Array, "B N D"]:
-    """exp(i t w) as [cos | sin], float32, right at any position.
+    """exp(i t w) as [cos | sin], in float32, exact in what attention sees at any position.
 
     t * w in float32 is off by 0.004 rad at position 131,071 (and in bfloat16 by whole turns). A turn
-    is counted in units of 2**-32 instead: the product is then an exact integer, its overflow is the
-    reduction modulo 2 pi, and the error at position t is at most t * 7.4e-10 rad.
+    is counted in units of 2**-32 instead: the product is then an exact integer and its overflow the
+    reduction modulo 2 pi. That is a frequency at most 7.4e-10 rad per position off, and nothing
+    else: two positions d apart differ by d times it wherever they stand.
     """
     turns = np.round(freqs / (2 * np.pi) % 1.0 * 2.0**32).astype(np.uint64).astype(np.uint32)
     wrapped = positions.astype(jnp.uint32)[..., None] * jnp.asarray(turns)

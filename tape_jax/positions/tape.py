@@ -49,7 +49,13 @@ def project_blocks(
     state_heads, size = e.shape[-2], width // rows
     grouped = x.reshape(*lead, state_heads, heads // state_heads, rows, size)
     blocks = e.reshape(*e.shape[:-1], size, rows, columns)
-    out = jnp.einsum("...kglm,...kmlr->...kgrm", grouped, blocks.astype(jnp.float32))
+    # Full precision: the default would round to bfloat16 on TPU, and angles with it.
+    out = jnp.einsum(
+        "...kglm,...kmlr->...kgrm",
+        grouped.astype(jnp.float32),
+        blocks.astype(jnp.float32),
+        precision=jax.lax.Precision.HIGHEST,
+    )
     return out.reshape(*lead, heads, size * columns).astype(x.dtype)
 
 
@@ -115,7 +121,10 @@ class TapeUpdate(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Tape(Rotary):
-    """Contextualized equivariant positional encoding. The defaults are the paper's flavour.
+    """Contextualized equivariant positional encoding.
+
+    The defaults are the paper's flavour; what the gate reads the paper leaves open, and there the
+    default is the official code's.
 
     Attributes:
       post: "full" mixes heads (paper); "scalar" is one factor a head (official code, D2).
@@ -179,8 +188,8 @@ class Tape(Rotary):
         freqs = frequencies(2 * size * planes, self.base) / self.scaling.factor
         z = phases(positions, freqs)
         cos, sin = (x.reshape(*x.shape[:-1], size, 1, planes) for x in jnp.split(z, 2, axis=-1))
-        offset = np.arange(rows, dtype=np.float32)[:, None] * np.float32(np.pi / rows)
-        c, s = np.cos(offset), np.sin(offset)
+        offset = np.arange(rows)[:, None] * np.pi / rows
+        c, s = np.cos(offset).astype(np.float32), np.sin(offset).astype(np.float32)
         blocks = jnp.stack([cos * c - sin * s, sin * c + cos * s], axis=-1) * planes**-0.5
         return blocks.reshape(*z.shape[:-1], -1)
 

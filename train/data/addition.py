@@ -1,4 +1,6 @@
-"""Addition, one character a token: samples by index, no files (papers.md section 3.3).
+"""Addition, one character a token: samples by index, no files.
+
+The task of the TAPE paper and its arithmetic code (zhuconv/arithmetic, after mcleish7/arithmetic).
 
 A row is "a+b=c" and an end mark, right-padded; numbers are written least significant digit first,
 so that a digit of the sum depends on the digits and the carry before it. The loss is on c and the

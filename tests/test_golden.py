@@ -1,0 +1,122 @@
+"""The official code's numbers, reproduced from its weights."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tape_jax import Transformer
+from tape_jax.convert import from_huggingface
+from tests.tiny import logits as run_logits
+from tests.tiny import run
+
+DATA = Path(__file__).parent / "data"
+TAPE = ["tape_base", "tape_linear2", "tape_shift37", "tape_zeroed"]
+ROPE = ["rope", "rope_linear2", "rope_long80", "rope_shift37", "rope_gqa2"]
+
+
+def load(name, **overrides):
+    """The file, and our config and parameters from its weights."""
+    golden = np.load(DATA / f"{name}.npz")
+    config = json.loads(str(golden["config"]))
+    source = np.load(DATA / config["weights_from"]) if "weights_from" in config else golden
+    weights = {key[2:]: source[key] for key in source.files if key.startswith("w/")}
+    if name == "tape_zeroed":  # as its note says
+        for key in weights:
+            if "pe.up_proj" in key or "post_attention_linear" in key:
+                weights[key] = np.zeros_like(weights[key])
+    return golden, *from_huggingface(config, weights, **overrides)
+
+
+def mean_loss(config, params, ids):
+    logits = run_logits(config, params, ids)[:, :-1]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:]).mean()
+
+
+@pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
+@pytest.mark.parametrize("name", [*TAPE, *ROPE, "nope"])
+def test_forward(name, scan):
+    golden, config, params = load(name, scan_layers=scan)
+    ids = golden["input_ids"]
+    logits, hidden, states = run(config, params, ids)
+    np.testing.assert_allclose(logits, golden["logits"], atol=5e-5, rtol=0)
+    if "hidden_states" in golden:
+        np.testing.assert_allclose(hidden, golden["hidden_states"], atol=5e-5, rtol=0)
+    if "pos_cos" in golden:
+        cos, sin = np.split(np.asarray(states).transpose(0, 1, 3, 2, 4), 2, axis=-1)
+        for ours, theirs in ((cos, golden["pos_cos"]), (sin, golden["pos_sin"])):
+            duplicated = np.concatenate([ours, ours], axis=-1)
+            np.testing.assert_allclose(duplicated, theirs, atol=1e-4, rtol=0)
+    if "loss" in golden:
+        np.testing.assert_allclose(mean_loss(config, params, ids), golden["loss"], atol=1e-5)
+    plain = run_logits(config, params, ids)
+    np.testing.assert_allclose(plain, golden["logits"], atol=5e-5, rtol=0)
+
+
+def test_float64_logits():
+    golden, config, params = load("tape_base")
+    want = np.load(DATA / "tape_base_f64.npz")["logits_f64"]
+    logits = run_logits(config, params, golden["input_ids"])
+    np.testing.assert_allclose(logits, want, atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
+@pytest.mark.parametrize("remat", ["none", "full", "dots", "attention"])
+def test_every_gradient_of_tape_base(scan, remat):
+    golden, config, params = load("tape_base", scan_layers=scan, remat=remat)
+    ids = jnp.asarray(golden["input_ids"])
+    ours = jax.jit(jax.grad(lambda p: mean_loss(config, p, ids)))(params)
+    names = [key[5:] for key in golden.files if key.startswith("grad/")]
+    theirs = {name: golden[f"grad/{name}"] for name in names if "inv_freq" not in name}
+
+    # The gradient of a row sum is the same in every column of the row.
+    post = {n: g for n, g in theirs.items() if "post_attention_linear" in n}
+    for gradient in post.values():
+        np.testing.assert_allclose(gradient, gradient[:, :1] + 0 * gradient, atol=1e-7)
+    summed = theirs | {n: g / g.shape[1] for n, g in post.items()}
+    frequencies = {"model.rotary_emb.inv_freq": golden["w/model.rotary_emb.inv_freq"]}
+    _, want = from_huggingface(json.loads(str(golden["config"])), summed | frequencies)
+
+    compared = jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=0), ours, want
+    )
+    assert len(jax.tree.leaves(ours)) == len(jax.tree.leaves(want))
+    assert compared is not None
+    assert float(jnp.abs(ours["layers"]["position"]["w1"][:-1]).max()) > 1e-3
+
+
+def test_zero_start_is_rope_exactly():
+    golden, config, params = load("tape_zeroed")
+    _, rope_config, _ = load("rope")
+    rope_params = jax.tree.map(lambda x: x, params)
+    del rope_params["layers"]["position"]
+    ids = golden["input_ids"]
+    tape = run_logits(config, params, ids)
+    rope = run_logits(rope_config, rope_params, ids)
+    np.testing.assert_array_equal(tape, rope)
+
+
+@pytest.mark.parametrize("name", ["tape_base", "rope_gqa2", "nope"])
+def test_left_padding_changes_nothing_real(name):
+    golden, config, params = load(name)
+    ids, pad = golden["input_ids"], 5
+    alone, hidden, states = run(config, params, ids)
+    padded = np.concatenate([np.full((len(ids), pad), 96), ids], axis=1)
+    segments = np.where(np.arange(padded.shape[1]) < pad, -1, 0)[None].repeat(len(ids), 0)
+    logits, hidden_padded, states_padded = run(
+        config, params, padded, segment_ids=jnp.asarray(segments)
+    )
+    np.testing.assert_allclose(logits[:, pad:], alone, atol=5e-5, rtol=0)
+    np.testing.assert_allclose(hidden_padded[:, :, pad:], hidden, atol=5e-5, rtol=0)
+    # Positions can restart after the padding; then the states are the unpadded ones too.
+    positions = jnp.maximum(jnp.arange(padded.shape[1]) - pad, 0)[None].repeat(len(ids), 0)
+    logits, _, states_padded = run(
+        config, params, padded, segment_ids=jnp.asarray(segments), positions=positions
+    )
+    np.testing.assert_allclose(logits[:, pad:], alone, atol=5e-5, rtol=0)
+    if states is not None and name == "tape_base":
+        np.testing.assert_allclose(states_padded[:, :, pad:], states, atol=1e-4, rtol=0)

@@ -1,0 +1,50 @@
+"""Small models with weights in general position, for tests."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tape_jax import ModelConfig, Transformer
+
+
+def tiny(**fields) -> ModelConfig:
+    sizes = dict(
+        vocab_size=31, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=4
+    )
+    return ModelConfig(**sizes | {"position": "tape"} | fields)
+
+
+def random_params(config: ModelConfig, seed: int = 0, scale: float = 0.3):
+    """Every parameter drawn anew: what starts at zero must not hide a fault."""
+    shapes = jax.eval_shape(
+        Transformer(config).init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32)
+    )["params"]
+    rng = np.random.default_rng(seed)
+
+    def draw(path, leaf):
+        center = 1.0 if path[-1].key == "scale" else 0.0
+        return jnp.asarray(rng.normal(center, scale, leaf.shape), jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+def tokens(config: ModelConfig, batch: int = 2, length: int = 12, seed: int = 0):
+    return np.random.default_rng(seed).integers(0, config.vocab_size, (batch, length))
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def logits(config, params, ids, **inputs):
+    """Logits of one call."""
+    return Transformer(config).apply({"params": params}, ids, **inputs)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def run(config, params, ids, **inputs):
+    """Logits, hidden states (L+1, B, N, C) and position states (L+1, B, N, K, S) of one call."""
+    logits, kept = Transformer(config).apply(
+        {"params": params}, ids, mutable=["intermediates"], **inputs
+    )
+    kept = kept["intermediates"]
+    return logits, kept["hidden_states"], kept.get("position_states")
