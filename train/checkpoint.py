@@ -64,11 +64,12 @@ class Checkpoints:
         self._open()
 
     def _open(self):
-        policy = ocp.checkpoint_managers.LatestN(self._keep)
-        self._manager = ocp.CheckpointManager(
-            self._folder,
-            options=ocp.CheckpointManagerOptions(preservation_policy=policy),
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=ocp.checkpoint_managers.LatestN(self._keep),
+            # Made in the background, a folder that cannot be made is waited for in vain for minutes.
+            async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         )
+        self._manager = ocp.CheckpointManager(self._folder, options=options)
 
     def save(self, step: int, state: TrainState, data: grain.DatasetIterator) -> None:
         """Starts saving; returns while the files are being written.
@@ -121,8 +122,8 @@ class Checkpoints:
         raise AssertionError("unreachable")
 
     def _read(self, step, abstract, args):
-        saved = self._manager.item_metadata(step)["state"].tree
-        _check_shapes(step, ocp.tree.to_flat_dict(saved), ocp.tree.to_flat_dict(abstract))
+        saved = ocp.StandardCheckpointHandler().metadata(self._folder / str(step) / "state")
+        _check_shapes(step, saved.tree["params"], abstract.params)
         items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), **args)
         return self._manager.restore(step, args=items)["state"]
 
@@ -147,6 +148,7 @@ class Checkpoints:
 
 
 def _check_shapes(step, saved, wanted):
+    saved, wanted = ocp.tree.to_flat_dict(saved), ocp.tree.to_flat_dict(wanted)
     lines = []
     for path in sorted(saved.keys() | wanted.keys()):
         have, want = (tuple(t[path].shape) if path in t else "nothing" for t in (saved, wanted))
@@ -155,7 +157,7 @@ def _check_shapes(step, saved, wanted):
     if lines:
         more = f"\n  and {len(lines) - 8} more" if len(lines) > 8 else ""
         raise ConfigChangedError(
-            f"checkpoint {step} holds another model or optimizer:\n  " + "\n  ".join(lines[:8]) + more
+            f"checkpoint {step} holds another model:\n  " + "\n  ".join(lines[:8]) + more
         )
 
 

@@ -92,8 +92,8 @@ def train_step(state: TrainState, batch: Batch, config: TrainConfig):
         "accuracy": hits / weight,
         "scored_tokens": weight,
         "learning_rate": make_schedule(config.optimizer, config.steps)(state.step),
-        "gradient_norm": optax.global_norm(grads),
-        "update_norm": optax.global_norm(updates),
+        "gradient_norm": optax.tree.norm(grads),
+        "update_norm": optax.tree.norm(updates),
         **norms,
     }
     params = optax.apply_updates(state.params, updates)

@@ -1,0 +1,179 @@
+"""Eight devices give what one gives, and really share the work."""
+
+import math
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from tape_jax import ModelConfig, Transformer
+from tape_jax.sharding import (
+    MESH_AXES,
+    constrain,
+    parameter_axes,
+    parameter_shardings,
+    partition_spec,
+)
+from tests.tiny import random_params, tiny, tokens
+from train.data.pipeline import to_device
+from train.mesh import MeshConfig, check_divisible, make_mesh
+from train.step import loss_sums
+
+pytestmark = pytest.mark.multidevice
+
+MESHES = {
+    "data=8": MeshConfig(data=8),
+    "fsdp=8": MeshConfig(data=1, fsdp=8),
+    "tensor=4 data=2": MeshConfig(data=2, tensor=4),
+    "fsdp=4 tensor=2": MeshConfig(data=1, fsdp=4, tensor=2),
+    "data=2 fsdp=2 context=2": MeshConfig(data=2, fsdp=2, context=2),
+}
+
+
+def example(config, batch=8, length=12):
+    ids = tokens(config, batch=batch, length=length + 1).astype(np.int32)
+    weights = np.random.default_rng(1).integers(0, 2, (batch, length)).astype(np.float32)
+    return {"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": weights}
+
+
+def loss_and_gradients(config, params, batch):
+    grad = jax.value_and_grad(lambda p: loss_sums(p, Transformer(config), batch)[0])
+    return grad(params)
+
+
+@pytest.mark.parametrize(
+    ("name", "scan"), [*((name, True) for name in MESHES), ("fsdp=4 tensor=2", False)]
+)
+def test_loss_and_gradients_equal_one_device(name, scan):
+    config = tiny(scan_layers=scan, vocab_size=32)
+    params, batch = random_params(config, scale=0.2), example(config)
+    loss, grads = jax.jit(lambda p, b: loss_and_gradients(config, p, b))(params, batch)
+    mesh = make_mesh(MESHES[name])
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(params, parameter_shardings(params, mesh))
+        global_batch = to_device(batch, mesh, config.vocab_size)
+        step = jax.jit(lambda p, b: loss_and_gradients(config, p, b))
+        sharded_loss, sharded_grads = step(placed, global_batch)
+    np.testing.assert_allclose(sharded_loss, loss, rtol=1e-5)
+    for path, want in jax.tree_util.tree_flatten_with_path(grads)[0]:
+        got = sharded_grads
+        for key in path:
+            got = got[key.key]
+        np.testing.assert_allclose(
+            np.asarray(got), want, rtol=0, atol=1e-5 * float(jnp.abs(want).max())
+        )
+
+
+def test_fsdp_cuts_almost_every_byte():
+    """More than 98 % of the parameter bytes of the 155M model are on one device only."""
+    mesh = make_mesh(MeshConfig(data=1, fsdp=8))
+    shapes = jax.eval_shape(
+        Transformer(ModelConfig()).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)
+    )["params"]
+    shardings = parameter_shardings(shapes, mesh)
+    whole = here = 0
+    for shape, sharding in zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True):
+        whole += shape.size if sharding.shard_shape(shape.shape) == shape.shape else 0
+        here += shape.size
+    assert whole / here < 0.02
+
+
+def logits_sharding(config, params, batch, context):
+    with context, warnings.catch_warnings(action="ignore"):  # `with mesh:` is deprecated
+        compiled = jax.jit(
+            lambda p, ids: Transformer(config).apply({"params": p}, ids)
+        ).lower(params, batch["tokens"]).compile()
+    return compiled.output_shardings
+
+
+def test_activations_carry_the_batch_sharding():
+    """Under set_mesh the constraint in the model alone shards the logits; under `with mesh:` not.
+
+    Neither inputs nor outputs are given a sharding here: only `constrain` can cause one.
+    """
+    config, mesh = tiny(), make_mesh(MESHES["data=2 fsdp=2 context=2"])
+    params, batch = random_params(config), example(config)
+    acting = logits_sharding(config, params, batch, jax.set_mesh(mesh))
+    assert acting.shard_shape((8, 12, 31)) == (2, 6, 31)
+    idle = logits_sharding(config, params, batch, mesh)
+    assert idle.is_fully_replicated
+
+
+def test_collision_and_unknown_axis():
+    mesh = make_mesh(MESHES["fsdp=4 tensor=2"])
+    with pytest.raises(ValueError, match="'heads' and 'mlp' of one array both map to 'tensor'"):
+        partition_spec(("heads", "mlp"), (8, 8), mesh)
+    with pytest.raises(ValueError, match="logical axis 'head' has no rule"):
+        partition_spec(("head",), (8,), mesh)
+    assert partition_spec(("embed", "vocab"), (32, 19), mesh) == PartitionSpec(("fsdp",), None)
+
+
+def test_every_parameter_has_axes():
+    config = tiny(attention_bias=True, mlp_bias=True)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(random_params(config))[0]:
+        name = "/".join(key.key for key in path)
+        assert len(parameter_axes(name, leaf.ndim)) == leaf.ndim
+    with pytest.raises(ValueError, match="PARAMETER_AXES"):
+        parameter_axes("layers/attention/gate/kernel", 3)
+
+
+def test_constrain_leaves_manual_axes_alone():
+    mesh = make_mesh(MESHES["data=8"])
+    x = jnp.arange(16.0).reshape(8, 2)
+    with jax.set_mesh(mesh):
+        doubled = jax.jit(
+            jax.shard_map(
+                lambda row: 2 * constrain(row, "batch", None),
+                mesh=mesh,
+                in_specs=PartitionSpec("data"),
+                out_specs=PartitionSpec("data"),
+            )
+        )(x)
+    np.testing.assert_array_equal(doubled, 2 * x)
+
+
+def test_make_mesh_fills_and_is_auto():
+    mesh = make_mesh(MeshConfig(data=-1, tensor=2))
+    assert isinstance(mesh, Mesh) and mesh.axis_names == MESH_AXES
+    assert tuple(mesh.shape.values()) == (4, 1, 1, 2)
+    assert set(mesh.axis_types) == {AxisType.Auto}
+    assert math.prod(mesh.shape.values()) == jax.device_count()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        (MeshConfig(data=3), r"mesh.data=3 .* must multiply to the 8 device"),
+        (MeshConfig(data=-1, fsdp=-1), r"at most one of them -1"),
+        (MeshConfig(data=0), r"must be >= 1"),
+        (MeshConfig(data=-1, tensor=5), r"mesh.tensor=5"),
+    ],
+)
+def test_mesh_sizes_that_cannot_be(mesh, message):
+    with pytest.raises(ValueError, match=message):
+        make_mesh(mesh)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes", "message"),
+    [
+        (MeshConfig(), {"batch": 12}, r"batch_size / accumulation=12 .*mesh.fsdp=8"),
+        (MeshConfig(), {"batch": 16, "accumulation": 4}, r"batch_size / accumulation=4"),
+        (MeshConfig(), {"accumulation": 3}, r"batch_size=16 .* accumulation=3"),
+        (MeshConfig(context=8), {}, r"sequence length=12 .*mesh.context=8"),
+        (MeshConfig(tensor=8), {}, r"model.num_heads=4 .*mesh.tensor=8"),
+        (MeshConfig(tensor=4), {"num_kv_heads": 2}, r"model.num_kv_heads=2 .*mesh.tensor=4"),
+        (MeshConfig(data=1, fsdp=8), {"hidden_size": 36, "head_dim": 8}, r"hidden_size=36 .*mesh.fsdp=8"),
+        (MeshConfig(tensor=4), {"intermediate_size": 49}, r"intermediate_size=49"),
+    ],
+)
+def test_sizes_that_do_not_divide(mesh, changes, message):
+    sizes = {"batch": 16, "accumulation": 1, "length": 12}
+    sizes |= {k: changes.pop(k) for k in list(changes) if k in sizes}
+    with pytest.raises(ValueError, match=message):
+        check_divisible(
+            mesh, 8, tiny(**changes), sizes["batch"], sizes["accumulation"], sizes["length"]
+        )
