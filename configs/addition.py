@@ -21,7 +21,9 @@ def demo() -> TrainConfig:
             scan_layers=False,
         ),
         task=Addition(max_digits=4, eval_digits=8, eval_examples=32),
-        optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=50, b2=0.98, final_fraction=0.02),
+        optimizer=OptimizerConfig(
+            learning_rate=2e-3, warmup_steps=50, b2=0.98, final_fraction=0.02
+        ),
         steps=1_000,
         batch_size=128,
         eval_every=250,

@@ -1,6 +1,7 @@
 """`tape_attention`: the one entry to every implementation, and the checks they share.
 
-Letters: B batch, N sequence, D head dim, H query heads, K key/value heads, G = H / K, De width of e.
+Letters: B batch, N sequence, D head dim, H query heads, K key/value heads, G = H / K,
+De width of e.
 """
 
 from collections.abc import Callable

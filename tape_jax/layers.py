@@ -14,7 +14,9 @@ def norm(config: ModelConfig, name: str) -> nn.RMSNorm:
     return nn.RMSNorm(epsilon=config.norm_eps, dtype=jnp.dtype(config.dtype), name=name)
 
 
-def linear(config: ModelConfig, features: int, name: str, *, bias: bool = False, **fields) -> nn.Dense:
+def linear(
+    config: ModelConfig, features: int, name: str, *, bias: bool = False, **fields
+) -> nn.Dense:
     """A projection: kernel (in, out), N(0, initializer_range^2), in the compute dtype."""
     return nn.Dense(
         features,

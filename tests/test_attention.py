@@ -105,7 +105,9 @@ def test_score_mod_sees_scaled_scores_and_indices():
 def test_arguments_that_do_not_fit(change, names):
     shapes = {"q": (2, 5, 4, 8), "k": (2, 5, 2, 8), "v": (2, 5, 2, 8), "e": (2, 5, 2, 8)}
     arguments = {
-        name: np.zeros(value, int if "s" in name else np.float32) if isinstance(value, tuple) else value
+        name: np.zeros(value, int if "s" in name else np.float32)
+        if isinstance(value, tuple)
+        else value
         for name, value in (shapes | change).items()
     }
     with pytest.raises(ValueError, match=names):

@@ -99,10 +99,20 @@ def test_tied_biased_grouped_wide_headed_model_in_bfloat16():
     params, ids = random_params(config, scale=0.1), tokens(config)
     assert "head" not in params
     want = logits(config, params, ids)
-    low = logits(tiny(**{
-        "tie_embeddings": True, "attention_bias": True, "mlp_bias": True,
-        "num_kv_heads": 1, "head_dim": 10, "dtype": "bfloat16",
-    }), params, ids)
+    low = logits(
+        tiny(
+            **{
+                "tie_embeddings": True,
+                "attention_bias": True,
+                "mlp_bias": True,
+                "num_kv_heads": 1,
+                "head_dim": 10,
+                "dtype": "bfloat16",
+            }
+        ),
+        params,
+        ids,
+    )
     assert low.dtype == jnp.float32
     assert float(jnp.abs(low - want).max()) < 0.1 * float(jnp.abs(want).max())
     assert float(jnp.abs(low - want).max()) > 0

@@ -35,9 +35,7 @@ def test_theta_and_both_config_styles():
         {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}},
     ):
         config, _ = from_huggingface(hf | style, weights)
-        assert config.position == positions.RoPE(
-            base=500.0, scaling=positions.LinearScaling(4.0)
-        )
+        assert config.position == positions.RoPE(base=500.0, scaling=positions.LinearScaling(4.0))
     config, _ = from_huggingface(hf | {"shift": None}, weights)
     assert config.position == positions.RoPE()
     dynamic = hf | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}

@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 
-from tape_jax import Transformer
 from tape_jax.convert import from_huggingface
 from tests.tiny import logits as run_logits
 from tests.tiny import run

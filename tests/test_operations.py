@@ -47,7 +47,11 @@ def test_parameter_counts_of_the_paper():
 def test_the_last_state_is_not_computed_when_nobody_reads_it():
     """Unrolled, the last layer's position parameters take no part in the forward pass."""
     config = ModelConfig(
-        vocab_size=31, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4,
+        vocab_size=31,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
         scan_layers=False,
     )
     model, ids = Transformer(config), jnp.zeros((1, 6), jnp.int32)

@@ -3,11 +3,11 @@
 import dataclasses
 from fractions import Fraction
 
+import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import flax.linen as nn
 from tape_jax import positions
 from tape_jax.positions import rotary
 from tests.tiny import logits, random_params, run, tiny, tokens
@@ -38,13 +38,17 @@ def test_adjacent_positions_differ_everywhere():
 def test_frequencies_are_exact():
     got = rotary.frequencies(8, 10_000.0)
     assert [Fraction(x).limit_denominator(10_000) for x in got] == [
-        1, Fraction(1, 10), Fraction(1, 100), Fraction(1, 1000)
+        1,
+        Fraction(1, 10),
+        Fraction(1, 100),
+        Fraction(1, 1000),
     ]
 
 
 def test_linear_scaling_is_positions_divided():
-    plain, halved = tiny(position="rope"), tiny(
-        position=positions.RoPE(scaling=positions.LinearScaling(2.0))
+    plain, halved = (
+        tiny(position="rope"),
+        tiny(position=positions.RoPE(scaling=positions.LinearScaling(2.0))),
     )
     params, ids = random_params(plain), tokens(plain)
     where = jnp.arange(ids.shape[1])[None]

@@ -83,9 +83,11 @@ def test_fsdp_cuts_almost_every_byte():
 
 def logits_sharding(config, params, batch, context):
     with context, warnings.catch_warnings(action="ignore"):  # `with mesh:` is deprecated
-        compiled = jax.jit(
-            lambda p, ids: Transformer(config).apply({"params": p}, ids)
-        ).lower(params, batch["tokens"]).compile()
+        compiled = (
+            jax.jit(lambda p, ids: Transformer(config).apply({"params": p}, ids))
+            .lower(params, batch["tokens"])
+            .compile()
+        )
     return compiled.output_shardings
 
 
@@ -166,7 +168,11 @@ def test_mesh_sizes_that_cannot_be(mesh, message):
         (MeshConfig(context=8), {}, r"sequence length=12 .*mesh.context=8"),
         (MeshConfig(tensor=8), {}, r"model.num_heads=4 .*mesh.tensor=8"),
         (MeshConfig(tensor=4), {"num_kv_heads": 2}, r"model.num_kv_heads=2 .*mesh.tensor=4"),
-        (MeshConfig(data=1, fsdp=8), {"hidden_size": 36, "head_dim": 8}, r"hidden_size=36 .*mesh.fsdp=8"),
+        (
+            MeshConfig(data=1, fsdp=8),
+            {"hidden_size": 36, "head_dim": 8},
+            r"hidden_size=36 .*mesh.fsdp=8",
+        ),
         (MeshConfig(tensor=4), {"intermediate_size": 49}, r"intermediate_size=49"),
     ],
 )

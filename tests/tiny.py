@@ -10,9 +10,13 @@ from tape_jax import ModelConfig, Transformer
 
 
 def tiny(**fields) -> ModelConfig:
-    sizes = dict(
-        vocab_size=31, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=4
-    )
+    sizes = {
+        "vocab_size": 31,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_layers": 3,
+        "num_heads": 4,
+    }
     return ModelConfig(**sizes | {"position": "tape"} | fields)
 
 

@@ -31,7 +31,7 @@ def claim_workdir(workdir: Path, config: TrainConfig, allow_change: bool) -> Non
             raise ConfigChangedError(
                 f"{workdir} holds a run with another config:\n  "
                 + "\n  ".join(lines)
-                + "\nuse another --workdir, or --allow-config-change to continue it with the new one"
+                + "\nuse another --workdir, or --allow-config-change to continue it as asked"
             )
         if not lines:
             return
@@ -66,7 +66,7 @@ class Checkpoints:
     def _open(self):
         options = ocp.CheckpointManagerOptions(
             preservation_policy=ocp.checkpoint_managers.LatestN(self._keep),
-            # Made in the background, a folder that cannot be made is waited for in vain for minutes.
+            # In the background, a folder that cannot be made would be waited for in vain.
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         )
         self._manager = ocp.CheckpointManager(self._folder, options=options)

@@ -19,7 +19,7 @@ from train.step import state_shardings
 def evaluate_checkpoint(
     workdir: Path,
     step: int | None = None,
-    mesh: MeshConfig = MeshConfig(),
+    mesh: MeshConfig = MeshConfig(),  # noqa: B008 - frozen
     eval_examples: int | None = None,
     eval_digits: int | None = None,
 ) -> dict[str, float] | None:

@@ -66,7 +66,8 @@ def check_divisible(
         ("model.intermediate_size", model.intermediate_size, "mesh.tensor", tensor),
     ):
         if value % extent:
+            fits = [d for d in range(1, extent + 1) if value % d == 0]
             raise ValueError(
-                f"{field}={value} must be a multiple of {by}={extent}: use {math.lcm(value, extent)}"
-                f" or a mesh axis among {[d for d in range(1, extent + 1) if value % d == 0]}"
+                f"{field}={value} must be a multiple of {by}={extent}: use"
+                f" {math.lcm(value, extent)}, or {by} among {fits}"
             )

@@ -1,4 +1,4 @@
-"""A run's log: JSON lines and TensorBoard for machines, a progress bar or plain lines for people."""
+"""A run's log: JSON lines and TensorBoard for machines, a bar or plain lines for people."""
 
 import json
 import time

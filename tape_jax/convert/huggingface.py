@@ -50,7 +50,8 @@ def _same(x):
     return x
 
 
-Rule = tuple[str, str, Callable[[np.ndarray], np.ndarray]]
+Convert = Callable[[np.ndarray], np.ndarray]
+Rule = tuple[str, str, Convert]
 _TENSORS: tuple[Rule, ...] = (
     (r"model\.embed_tokens\.weight", "embedding/embedding", _same),
     (r"model\.norm\.weight", "final_norm/scale", _same),
@@ -143,7 +144,7 @@ def _read_position(hf: Mapping[str, Any]) -> positions.Encoding:
         return positions.get(name)
     scaling = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     theta = scaling.get("rope_theta", hf.get("rope_theta", 10_000.0))
-    fields = {"base": float(theta), "shift": int(hf.get("shift") or 0)}
+    fields: dict[str, Any] = {"base": float(theta), "shift": int(hf.get("shift") or 0)}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "linear":
         fields["scaling"] = positions.LinearScaling(float(scaling["factor"]))
@@ -162,15 +163,15 @@ def _place(config, tensors, shapes):
             problems += _check_frequencies(config, name, np.asarray(tensor))
             continue
         path, index, convert = _find(name)
-        value = None if path is None else convert(np.asarray(tensor, np.float32))
-        want = None if path is None else shapes.get(path)
-        if want is not None and index is not None:
-            want = want[1:] if index < config.num_layers else None
         if path == "head/kernel" and config.tie_embeddings:
             problems += _check_tied(tensors, tensor)
-        elif want is None:
+            continue
+        if path not in shapes or (index is not None and index >= config.num_layers):
             problems.append(f"unexpected: {name} has no place in this model")
-        elif value.shape != want:
+            continue
+        value = convert(np.asarray(tensor, np.float32))
+        want = shapes[path] if index is None else shapes[path][1:]
+        if value.shape != want:
             problems.append(f"shape: {name} gives {value.shape} for {path}, expected {want}")
         elif index is None:
             filled[path] = value
@@ -184,13 +185,14 @@ def _place(config, tensors, shapes):
     return filled, problems
 
 
-def _find(name):
+def _find(name) -> tuple[str, int | None, Convert]:
+    """(parameter path, layer or None, conversion) of a tensor; an empty path when none fits."""
     layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
     rules, rest = (_LAYER_TENSORS, layer[2]) if layer else (_TENSORS, name)
     for pattern, path, convert in rules:
         if re.fullmatch(pattern, rest):
             return ("layers/" + path, int(layer[1]), convert) if layer else (path, None, convert)
-    return None, None, None
+    return "", None, _same
 
 
 def _check_frequencies(config, name, tensor):
@@ -210,4 +212,3 @@ def _check_tied(tensors, head):
     if embedding is None or not np.array_equal(np.asarray(embedding), np.asarray(head)):
         return ["unexpected: lm_head.weight differs from the embedding it should be tied to"]
     return []
-

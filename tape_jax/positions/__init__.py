@@ -24,8 +24,20 @@ def get(name: str, **fields) -> Encoding:
     cls = ENCODINGS[name]
     for field in fields:
         if field not in cls.__dataclass_fields__:
-            raise ValueError(unknown(f"field of position {name!r}", field, cls.__dataclass_fields__))
+            raise ValueError(
+                unknown(f"field of position {name!r}", field, cls.__dataclass_fields__)
+            )
     return cls(**fields)
 
 
-__all__ = ["ENCODINGS", "Encoding", "LinearScaling", "NoPE", "RoPE", "Tape", "frequencies", "get", "names"]
+__all__ = [
+    "ENCODINGS",
+    "Encoding",
+    "LinearScaling",
+    "NoPE",
+    "RoPE",
+    "Tape",
+    "frequencies",
+    "get",
+    "names",
+]

@@ -55,7 +55,7 @@ class Encoding:
     def update(
         self,
         state: State,
-        mixed: Float[Array, "B N H De"],
+        mixed: Float[Array, "B N H De"] | None,
         mlp_out: Float[Array, "B N C"],
         hidden: Float[Array, "B N C"],
         config: ModelConfig,

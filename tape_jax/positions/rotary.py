@@ -27,8 +27,8 @@ def frequencies(width: int, base: float) -> np.ndarray:
 def phases(positions: Int[Array, "B N"], freqs: np.ndarray) -> Float[Array, "B N D"]:
     """exp(i t w) as [cos | sin], in float32, exact in what attention sees at any position.
 
-    t * w in float32 is off by 0.004 rad at position 131,071 (and in bfloat16 by whole turns). A turn
-    is counted in units of 2**-32 instead: the product is then an exact integer and its overflow the
+    t * w in float32 is off by 0.004 rad at position 131,071, in bfloat16 by whole turns. A turn is
+    counted in units of 2**-32 instead: the product is then an exact integer and its overflow the
     reduction modulo 2 pi. That is a frequency at most 7.4e-10 rad per position off, and nothing
     else: two positions d apart differ by d times it wherever they stand.
     """

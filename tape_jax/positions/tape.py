@@ -174,16 +174,16 @@ class Tape(Rotary):
         if self.block is None:
             state = self.start(positions, config.head_width)
         else:
-            state = self.start_blocks(positions, config.head_width)
+            state = self.start_blocks(positions, config.head_width, self.block)
         return state[:, :, None].astype(self.state_dtype)
 
-    def start_blocks(self, positions, width: int) -> Float[Array, "B N S"]:
+    def start_blocks(self, positions, width: int, block: tuple[int, int]) -> Float[Array, "B N S"]:
         """Row l of a block is [cos | sin] of t w + l pi / L over R / 2 frequencies, of norm 1.
 
         A shift of all positions multiplies every block from the right by a rotation, so logits
         stay relative. For L = R = 2 they are RoPE's blocks.
         """
-        rows, columns = self.block
+        rows, columns = block
         size, planes = width // rows, columns // 2
         freqs = frequencies(2 * size * planes, self.base) / self.scaling.factor
         z = phases(positions, freqs)

@@ -81,7 +81,9 @@ def test_the_paper_config_is_the_papers():
     assert (config.steps, config.batch_size, config.optimizer.learning_rate) == (20_000, 512, 1e-4)
     assert (config.task.max_digits, config.task.eval_digits) == (40, 80)
     assert (config.model.num_layers, config.model.hidden_size, config.model.num_heads) == (
-        16, 1024, 16
+        16,
+        1024,
+        16,
     )
 
 

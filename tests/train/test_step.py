@@ -108,7 +108,12 @@ def test_a_step_learns_and_reports():
     assert float(last["loss"]) < 0.6 * float(first["loss"])
     assert int(state.step) == 40
     assert {*last} == {
-        "loss", "accuracy", "scored_tokens", "learning_rate", "gradient_norm", "update_norm",
+        "loss",
+        "accuracy",
+        "scored_tokens",
+        "learning_rate",
+        "gradient_norm",
+        "update_norm",
         "position_norm",
     }
     np.testing.assert_allclose(first["position_norm"], 1.0, rtol=1e-5)  # RoPE at the start

@@ -1,0 +1,45 @@
+# Everything a newcomer needs: each target makes the virtual environment .venv first.
+PYTHON ?= python3
+BIN := .venv/bin
+WORKDIR ?= runs/addition-demo
+WORKERS ?= auto
+
+.PHONY: demo test quick lint format clean
+
+demo: .venv/train  ## Train TAPE to add numbers on this machine (minutes on two CPU cores)
+	$(BIN)/python -m train.pretrain --config addition-demo --workdir $(WORKDIR)
+
+test: .venv/dev  ## Every test that needs no accelerator
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
+
+quick: .venv/dev  ## The tests that take seconds
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m "not slow and not multidevice"
+
+lint: .venv/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check
+
+format: .venv/dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.venv/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Python >= 3.11 is needed; name one with make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -m venv .venv \
+		|| { echo "python3 lacks its venv module (on Debian: apt install python3-venv)"; exit 1; }
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	touch $@
+
+# Run-time dependencies only; the tests' and the peers' stay out of the demo.
+.venv/train: .venv/pip pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable ".[train]"
+	touch $@
+
+.venv/dev: .venv/train pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
