@@ -8,13 +8,21 @@ from collections.abc import Callable
 
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.chunked import chunked
 from pallas_kernels.reference import reference
 
 ScoreMod = Callable[[Float[Array, "B H Nq Nk"], Int[Array, " Nq"], Int[Array, " Nk"]], Array]
 """Maps scaled scores to scores, given the query and key *indices* the tile covers."""
 
-IMPLEMENTATIONS = {"reference": reference}
-"""Every implementation by name, best first. All take what `reference` takes."""
+IMPLEMENTATIONS = {"reference": reference, "xla": chunked}
+"""Every implementation by name; all take what `reference` takes.
+
+reference: the contract, in plain jnp; memory grows with the square of the length.
+xla: tile by tile, linear memory, any shape and platform.
+"""
+
+SMALL = 256 * 256
+"""Scores per head up to which writing them out is faster than tiling them (benchmarks.attention)."""
 
 
 def tape_attention(
@@ -42,7 +50,8 @@ def tape_attention(
       positions: the order `causal` compares; the indices when None. One array or a pair.
       scale: multiplies q k^T; D ** -0.5 when None.
       score_mod: changes the scaled scores before the mask, from indices (an additive encoding).
-      implementation: a name in `IMPLEMENTATIONS`; None picks the best that honours every argument.
+      implementation: a name in `IMPLEMENTATIONS`; None takes "reference" for short sequences and
+        "xla" for others.
 
     Returns:
       out and mixed, in the dtypes of v and e. A row with nothing to read is exactly zero.
@@ -52,8 +61,13 @@ def tape_attention(
     """
     _check(q, k, v, e)
     n_q, n_k = q.shape[1], k.shape[1]
-    run = _named(implementation)
-    return run(
+    if implementation is None:
+        implementation = "reference" if n_q * n_k <= SMALL else "xla"
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation={implementation!r} is unknown; known: {', '.join(IMPLEMENTATIONS)}"
+        )
+    return IMPLEMENTATIONS[implementation](
         q,
         k,
         v,
@@ -64,16 +78,6 @@ def tape_attention(
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
         score_mod=score_mod,
     )
-
-
-def _named(implementation):
-    if implementation is None:
-        return next(iter(IMPLEMENTATIONS.values()))
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation={implementation!r} is unknown; known: {', '.join(IMPLEMENTATIONS)}"
-        )
-    return IMPLEMENTATIONS[implementation]
 
 
 def _check(q, k, v, e):

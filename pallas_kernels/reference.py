@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 
 def attention_mask(causal, order, segment_ids, n_q, n_k):
@@ -51,4 +52,7 @@ def reference(q, k, v, e, *, causal, order, segment_ids, scale, score_mod):
         )
         return mixed.reshape(batch, n_q, heads, -1).astype(values.dtype)
 
-    return read(v), None if e is None else read(e)
+    out, mixed = checkpoint_name(read(v), "attention_out"), None
+    if e is not None:
+        mixed = checkpoint_name(read(e), "attention_mixed")
+    return out, mixed

@@ -2,7 +2,6 @@
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import tape_attention
@@ -59,8 +58,5 @@ class Attention(nn.Module):
             score_mod=encoding.score_mod(positions, config),
             implementation=config.attention,
         )
-        out = checkpoint_name(out, "attention_out")
-        if mixed is not None:
-            mixed = checkpoint_name(mixed, "attention_mixed")
         out = linear(config, config.hidden_size, "out", bias=bias)(out.reshape(*x.shape[:2], -1))
         return out, mixed

@@ -16,7 +16,9 @@ REMAT_POLICIES = {
     "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "attention": jax.checkpoint_policies.save_only_these_names("attention_out", "attention_mixed"),
+    "attention": jax.checkpoint_policies.save_only_these_names(
+        "attention_out", "attention_mixed", "attention_lse"
+    ),
 }
 """`ModelConfig.remat` by name."""
 

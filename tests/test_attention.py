@@ -1,92 +1,249 @@
-"""Position-aware attention against a float64 loop over queries."""
+"""Every implementation of position-aware attention against float64 by hand."""
 
+import functools
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import tape_attention
+from pallas_kernels import IMPLEMENTATIONS, chunked, tape_attention
+
+LENGTHS = [1, 7, 16, 63, 65, 128, 200]
 
 
-def by_hand(q, k, v, e, mask, scale):
-    """One query at a time, in float64: (out, mixed); zeros where the mask is empty."""
-    q, k, v, e = (np.asarray(x, np.float64) for x in (q, k, v, e))
+@pytest.fixture(params=IMPLEMENTATIONS)
+def attend(request, monkeypatch):
+    """The implementation under test, with tiles small enough to need several of them."""
+    monkeypatch.setattr(chunked, "BLOCK_Q", 16)
+    monkeypatch.setattr(chunked, "BLOCK_K", 32)
+    return functools.partial(tape_attention, implementation=request.param)
+
+
+def truth(q, k, v, e, mask, scale, d_out, d_mixed, bias=0.0):
+    """(out, mixed) and the gradients of <out, d_out> + <mixed, d_mixed>, all in float64."""
+    q, k, v, e, d_out, d_mixed = (np.asarray(x, np.float64) for x in (q, k, v, e, d_out, d_mixed))
     groups = q.shape[2] // k.shape[2]
-    outs = [np.zeros((*q.shape[:3], x.shape[-1])) for x in (v, e)]
-    for b, i, h in np.ndindex(q.shape[:3]):
-        keys = np.flatnonzero(mask[b, i])
-        if len(keys):
-            scores = scale * k[b, keys, h // groups] @ q[b, i, h]
-            probs = np.exp(scores - scores.max())
-            probs /= probs.sum()
-            for out, values in zip(outs, (v, e), strict=True):
-                out[b, i, h] = probs @ values[b, keys, h // groups]
-    return outs
+    k_all, v_all, e_all = (np.repeat(x, groups, axis=2) for x in (k, v, e))
+    scores = scale * np.einsum("bnhd,bmhd->bhnm", q, k_all) + bias
+    scores = np.where(mask[:, None], scores, -np.inf)
+    top = scores.max(-1, keepdims=True)
+    weights = np.exp(scores - np.where(np.isfinite(top), top, 0.0))
+    total = weights.sum(-1, keepdims=True)
+    probs = weights / np.where(total == 0, 1, total)
+    outs = [np.einsum("bhnm,bmhd->bnhd", probs, x) for x in (v_all, e_all)]
+    d_probs = np.einsum("bnhd,bmhd->bhnm", d_out, v_all)
+    d_probs += np.einsum("bnhd,bmhd->bhnm", d_mixed, e_all)
+    d_scores = probs * (d_probs - (probs * d_probs).sum(-1, keepdims=True))
+
+    def group_sum(x):
+        return x.reshape(*x.shape[:2], -1, groups, x.shape[-1]).sum(3)
+
+    gradients = [
+        scale * np.einsum("bhnm,bmhd->bnhd", d_scores, k_all),
+        group_sum(scale * np.einsum("bhnm,bnhd->bmhd", d_scores, q)),
+        group_sum(np.einsum("bhnm,bnhd->bmhd", probs, d_out)),
+        group_sum(np.einsum("bhnm,bnhd->bmhd", probs, d_mixed)),
+    ]
+    return outs, gradients
 
 
-def inputs(n_q, n_k, heads=4, kv_heads=2, width=8, e_width=6, batch=2, seed=0):
+def inputs(n_q, n_k, heads=4, kv_heads=2, width=16, e_width=16, batch=2, seed=0):
+    """q, k, v, e and the two cotangents."""
     rng = np.random.default_rng(seed)
     shapes = [(n_q, heads, width), *[(n_k, kv_heads, w) for w in (width, width, e_width)]]
+    shapes += [(n_q, heads, width), (n_q, heads, e_width)]
     return [rng.normal(size=(batch, *shape)).astype(np.float32) for shape in shapes]
 
 
+def relative_rms(got, want):
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert np.isfinite(got).all()
+    return np.sqrt(((got - want) ** 2).mean() / ((want**2).mean() + 1e-30))
+
+
+def check(attend, arrays, mask, dtype=jnp.float32, limits=(2e-6, 5e-6), bias=0.0, **arguments):
+    """Values and gradients of one call against the truth on the same (rounded) inputs."""
+    q, k, v, e, d_out, d_mixed = (jnp.asarray(x, dtype) for x in arrays)
+    scale = arguments.get("scale") or q.shape[-1] ** -0.5
+    want, want_grads = truth(q, k, v, e, mask, scale, d_out, d_mixed, bias)
+
+    @jax.jit
+    def both(q, k, v, e):
+        out, pull = jax.vjp(lambda *a: attend(*a, **arguments), q, k, v, e)
+        return out, pull((d_out, d_mixed))
+
+    got, got_grads = both(q, k, v, e)
+    for ours, theirs in zip(got, want, strict=True):
+        assert ours.dtype == dtype
+        assert relative_rms(ours, theirs) < limits[0]
+    for ours, theirs in zip(got_grads, want_grads, strict=True):
+        # A single key has constant probabilities: the true gradient of q and k is exactly 0.
+        if np.abs(theirs).max() < 1e-12:
+            np.testing.assert_allclose(np.asarray(ours, np.float64), 0.0, atol=limits[1])
+        else:
+            assert relative_rms(ours, theirs) < limits[1]
+    again = both(q, k, v, e)
+    jax.tree.map(np.testing.assert_array_equal, (got, got_grads), again)
+    return got
+
+
 def order_mask(q_order, k_order):
-    return q_order[:, :, None] >= k_order[:, None, :]
+    return np.asarray(q_order)[:, :, None] >= np.asarray(k_order)[:, None, :]
 
 
-@pytest.mark.parametrize("n", [1, 2, 7, 16])
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def causal_mask(n, batch=2):
+    return np.broadcast_to(np.tri(n, dtype=bool), (batch, n, n))
+
+
 @pytest.mark.parametrize("causal", [True, False])
-def test_values_and_states(n, kv_heads, causal):
-    q, k, v, e = inputs(n, n, kv_heads=kv_heads)
-    index = np.arange(n)[None].repeat(2, 0)
-    mask = order_mask(index, index) if causal else np.ones((2, n, n), bool)
-    want = by_hand(q, k, v, e, mask, 8**-0.5)
-    got = tape_attention(q, k, v, e, causal=causal)
-    for ours, theirs in zip(got, want, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=2e-6)
+@pytest.mark.parametrize("n", LENGTHS)
+def test_lengths(attend, n, causal):
+    mask = causal_mask(n) if causal else np.ones((2, n, n), bool)
+    check(attend, inputs(n, n), mask, causal=causal)
 
 
-def test_segments_padding_and_empty_rows():
-    q, k, v, e = inputs(9, 9)
-    segments = np.array([[-1, -1, 0, 0, 0, 1, 1, 2, 2], [4, 4, 4, 4, -1, -1, 7, 7, 7]])
-    index = np.arange(9)[None].repeat(2, 0)
+@pytest.mark.parametrize("width", [16, 32, 48, 64, 72, 80, 96, 128])
+def test_widths(attend, width):
+    check(attend, inputs(40, 40, width=width, e_width=width), causal_mask(40))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (3, 1), (8, 2)])
+def test_grouped_queries(attend, heads, kv_heads):
+    check(attend, inputs(50, 50, heads=heads, kv_heads=kv_heads, e_width=8), causal_mask(50))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision(attend, dtype):
+    check(attend, inputs(65, 65), causal_mask(65), dtype, limits=(5e-3, 1e-2))
+
+
+def test_segments_padding_and_empty_rows(attend):
+    segments = np.sort(np.random.default_rng(0).integers(-1, 3, (2, 70)))
     same = (segments[:, :, None] == segments[:, None, :]) & (segments >= 0)[:, None, :]
-    want = by_hand(q, k, v, e, order_mask(index, index) & same, 0.25)
-    got = tape_attention(q, k, v, e, segment_ids=segments, scale=0.25)
-    for ours, theirs in zip(got, want, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=2e-6)
-        assert (np.asarray(ours)[segments < 0] == 0.0).all()
+    got = check(
+        attend, inputs(70, 70), causal_mask(70) & same, segment_ids=segments, scale=0.25
+    )
+    for out in got:
+        assert (np.asarray(out)[segments < 0] == 0.0).all()
 
 
-def test_cross_lengths_with_pairs_of_positions_and_segments():
-    q, k, v, e = inputs(3, 8)
-    q_order, k_order = np.array([[5, 2, -1]] * 2), np.array([[0, 1, 2, 3, 4, 5, 6, 7]] * 2)
-    q_seg, k_seg = np.zeros((2, 3), int), np.array([[0, 0, 1, 0, 0, 0, 0, 0]] * 2)
+def test_cross_lengths_with_pairs_of_positions_and_segments(attend):
+    rng = np.random.default_rng(0)
+    q_order, k_order = rng.integers(-1, 40, (2, 5)), rng.permutation(40)[None].repeat(2, 0)
+    q_order[:, 2] = -1  # before every key
+    q_seg, k_seg = np.zeros((2, 5), int), rng.integers(0, 2, (2, 40))
     mask = order_mask(q_order, k_order) & (q_seg[:, :, None] == k_seg[:, None, :])
-    want = by_hand(q, k, v, e, mask, 8**-0.5)
-    got = tape_attention(q, k, v, e, positions=(q_order, k_order), segment_ids=(q_seg, k_seg))
-    for ours, theirs in zip(got, want, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=2e-6)
+    got = check(
+        attend, inputs(5, 40), mask, positions=(q_order, k_order), segment_ids=(q_seg, k_seg)
+    )
     assert (np.asarray(got[0])[:, 2] == 0.0).all()
 
 
-def test_without_states_it_is_plain_attention():
-    q, k, v, e = inputs(7, 7)
-    out, mixed = tape_attention(q, k, v)
+def test_one_query_against_a_cache(attend):
+    order = (np.full((2, 1), 60), np.arange(90)[None].repeat(2, 0))
+    check(attend, inputs(1, 90), order_mask(*order), positions=order)
+
+
+def test_without_states_it_is_plain_attention(attend):
+    q, k, v, e, *_ = inputs(37, 37)
+    out, mixed = attend(q, k, v)
     assert mixed is None
-    np.testing.assert_array_equal(out, tape_attention(q, k, v, e)[0])
+    np.testing.assert_allclose(out, attend(q, k, v, e)[0], atol=1e-6)
 
 
-def test_score_mod_sees_scaled_scores_and_indices():
-    q, k, v, e = inputs(6, 6)
-    q, seen = np.zeros_like(q), []
+def slopes_mod(slopes):
+    def mod(scores, q_index, k_index):
+        assert scores.shape[-2:] == (q_index.shape[0], k_index.shape[0])
+        return scores - slopes[:, None, None] * (q_index[:, None] - k_index[None, :])
 
-    def prefer_the_key_before(scores, q_index, k_index):
-        seen.append((scores.shape, q_index.shape, k_index.shape))
-        return scores + 1e4 * (k_index[None, :] == q_index[:, None] - 1)
+    return mod
 
-    out, _ = tape_attention(q, k, v, e, score_mod=prefer_the_key_before)
-    assert seen == [((2, 4, 6, 6), (6,), (6,))]
-    np.testing.assert_allclose(out[:, 1:, ::2], v[:, :-1], atol=1e-6)
+
+def test_score_mod_and_the_gradient_of_what_it_learns(attend):
+    """Additive slopes per head: values, every gradient, and the slopes' own."""
+    n, arrays = 50, inputs(50, 50)
+    slopes = jnp.asarray([0.5, 0.25, 0.1, 0.01])
+    distance = np.arange(n)[:, None] - np.arange(n)[None]
+    bias = -np.asarray(slopes, np.float64)[:, None, None] * distance
+    check(attend, arrays, causal_mask(n), bias=bias, score_mod=slopes_mod(slopes))
+
+    q, k, v, e, d_out, d_mixed = arrays
+
+    def loss(slopes):
+        out, mixed = attend(q, k, v, e, score_mod=slopes_mod(slopes))
+        return (out * d_out).sum() + (mixed * d_mixed).sum()
+
+    def exact(slopes):
+        bias = -np.asarray(slopes, np.float64)[:, None, None] * distance
+        (out, mixed), _ = truth(q, k, v, e, causal_mask(n), 0.25, d_out, d_mixed, bias)
+        return (out * d_out).sum() + (mixed * d_mixed).sum()
+
+    got = jax.jit(jax.grad(loss))(slopes)
+    step = 1e-5 * np.eye(4)
+    start = np.asarray(slopes, np.float64)
+    want = [(exact(start + d) - exact(start - d)) / 2e-5 for d in step]
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_transformations(attend):
+    """jit, vmap, grad of checkpoint, and scan give what the plain call gives."""
+    q, k, v, e, d_out, _ = map(jnp.asarray, inputs(40, 40))
+    plain = attend(q, k, v, e)
+    grad = jax.grad(lambda *a: (attend(*a)[0] * d_out).sum(), argnums=(0, 1, 2, 3))
+    gradients = grad(q, k, v, e)
+    kept = jax.grad(
+        jax.checkpoint(lambda *a: (attend(*a)[0] * d_out).sum()), argnums=(0, 1, 2, 3)
+    )(q, k, v, e)
+    rows = jax.vmap(lambda *row: attend(*(x[None] for x in row)))(q, k, v, e)
+    _, scanned = jax.lax.scan(lambda c, row: (c, attend(*(x[None] for x in row))), 0, (q, k, v, e))
+    jitted = jax.jit(attend)(q, k, v, e)
+    for a, b, c, d in zip(plain, jitted, rows, scanned, strict=True):
+        for other in (b, c[:, 0], d[:, 0]):
+            np.testing.assert_allclose(other, a, atol=2e-6)
+    for a, b in zip(gradients, kept, strict=True):
+        np.testing.assert_allclose(b, a, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_a_thousand(attend):
+    check(attend, inputs(1000, 1000, batch=1), causal_mask(1000, 1))
+
+
+def memory(implementation, n):
+    """Bytes of temporaries of forward and backward."""
+    shapes = [jax.ShapeDtypeStruct((1, n, 4, 64), jnp.float32)] * 4
+
+    def loss(q, k, v, e):
+        out, mixed = tape_attention(q, k, v, e, implementation=implementation)
+        return (out**2).sum() + (mixed**2).sum()
+
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).lower(*shapes).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_memory_of_the_tiled_path_is_linear():
+    short, long = memory("xla", 2048), memory("xla", 8192)
+    assert long <= 4.5 * short
+    assert long < memory("reference", 8192) / 10
+
+
+def test_the_forward_is_not_repeated_when_its_outputs_are_kept():
+    """Exponentials of score tiles in the gradient: kept outputs leave the backward's only."""
+    arrays = [jnp.asarray(x) for x in inputs(64, 64)[:4]]
+    policy = jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse")
+
+    def forwards(policy):
+        def loss(*a):
+            return (tape_attention(*a, implementation="xla")[0] ** 2).sum()
+
+        # With the value asked for too, the forward pass itself is needed once.
+        grad = jax.value_and_grad(jax.checkpoint(loss, policy=policy), argnums=(0, 1, 2, 3))
+        text = jax.jit(grad).lower(*arrays).as_text()
+        return text.count("exponential") - text.count("exponential_minus_one")
+
+    once, twice = forwards(policy), forwards(jax.checkpoint_policies.nothing_saveable)
+    assert 0 < once < twice
 
 
 @pytest.mark.parametrize(
