@@ -12,8 +12,8 @@ demo: .venv/train  ## Train TAPE to add numbers on this machine (minutes on two 
 test: .venv/dev  ## Every test that needs no accelerator
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
-quick: .venv/dev  ## The tests that take seconds
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m "not slow and not multidevice"
+quick: .venv/dev  ## Without the tests that start whole runs or need eight devices
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 -m "not slow and not multidevice"
 
 lint: .venv/dev
 	$(BIN)/ruff check .

@@ -21,8 +21,8 @@ reference: the contract, in plain jnp; memory grows with the square of the lengt
 xla: tile by tile, linear memory, any shape and platform.
 """
 
-SMALL = 256 * 256
-"""Scores per head up to which writing them out is faster than tiling them (benchmarks.attention)."""
+SMALL = 64 * 64
+"""Scores per head up to which writing them out is no slower than tiling them."""
 
 
 def tape_attention(

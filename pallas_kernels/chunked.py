@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-BLOCK_Q, BLOCK_K = 256, 512
+BLOCK_Q, BLOCK_K = 256, 256
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
@@ -133,7 +133,7 @@ def _modified(plan, i, j, raw, learned):
     """The scaled scores of tile (i, j) after the encoding's change."""
     if plan.score_mod is None:
         return raw
-    batch, kv_heads, groups, n, m = raw.shape
+    batch, *_, n, m = raw.shape
     q_index = jnp.minimum(i * plan.block_q + jnp.arange(n), plan.n_q - 1)
     k_index = jnp.minimum(j * plan.block_k + jnp.arange(m), plan.n_k - 1)
     changed = plan.score_mod(raw.reshape(batch, -1, n, m), q_index, k_index, *learned)
@@ -165,13 +165,10 @@ def _forward(plan, q, k, w, side, learned):
             top, total, mixed = carry
             raw = _raw_scores(plan, q_tile, _tile(k, j, plan.block_k, 2))
             scores = _modified(plan, i, j, raw, learned)
-            if masked:
-                mask = _mask(plan, side, i, j)
-                scores = jnp.where(mask, scores, LOWEST)
+            if masked:  # `top` stays finite, so what is masked weighs exp(-inf) = 0
+                scores = jnp.where(_mask(plan, side, i, j), scores, -jnp.inf)
             new_top = jnp.maximum(top, scores.max(axis=-1))
             probs = jnp.exp(scores - new_top[..., None])
-            if masked:
-                probs = jnp.where(mask, probs, 0.0)
             shrink = jnp.exp(top - new_top)
             total = total * shrink + probs.sum(axis=-1)
             step = _dot("bkgnm,bkmd->bkgnd", probs.astype(w.dtype), _tile(w, j, plan.block_k, 2))

@@ -121,9 +121,7 @@ def test_half_precision(attend, dtype):
 def test_segments_padding_and_empty_rows(attend):
     segments = np.sort(np.random.default_rng(0).integers(-1, 3, (2, 70)))
     same = (segments[:, :, None] == segments[:, None, :]) & (segments >= 0)[:, None, :]
-    got = check(
-        attend, inputs(70, 70), causal_mask(70) & same, segment_ids=segments, scale=0.25
-    )
+    got = check(attend, inputs(70, 70), causal_mask(70) & same, segment_ids=segments, scale=0.25)
     for out in got:
         assert (np.asarray(out)[segments < 0] == 0.0).all()
 
@@ -192,9 +190,9 @@ def test_transformations(attend):
     plain = attend(q, k, v, e)
     grad = jax.grad(lambda *a: (attend(*a)[0] * d_out).sum(), argnums=(0, 1, 2, 3))
     gradients = grad(q, k, v, e)
-    kept = jax.grad(
-        jax.checkpoint(lambda *a: (attend(*a)[0] * d_out).sum()), argnums=(0, 1, 2, 3)
-    )(q, k, v, e)
+    kept = jax.grad(jax.checkpoint(lambda *a: (attend(*a)[0] * d_out).sum()), argnums=(0, 1, 2, 3))(
+        q, k, v, e
+    )
     rows = jax.vmap(lambda *row: attend(*(x[None] for x in row)))(q, k, v, e)
     _, scanned = jax.lax.scan(lambda c, row: (c, attend(*(x[None] for x in row))), 0, (q, k, v, e))
     jitted = jax.jit(attend)(q, k, v, e)

@@ -45,10 +45,15 @@ def loss_and_gradients(config, params, batch):
 
 
 @pytest.mark.parametrize(
-    ("name", "scan"), [*((name, True) for name in MESHES), ("fsdp=4 tensor=2", False)]
+    ("name", "scan", "attention"),
+    [
+        *((name, True, "reference") for name in MESHES),
+        ("fsdp=4 tensor=2", False, "xla"),
+        ("data=2 fsdp=2 context=2", True, "xla"),
+    ],
 )
-def test_loss_and_gradients_equal_one_device(name, scan):
-    config = tiny(scan_layers=scan, vocab_size=32)
+def test_loss_and_gradients_equal_one_device(name, scan, attention):
+    config = tiny(scan_layers=scan, vocab_size=32, attention=attention)
     params, batch = random_params(config, scale=0.2), example(config)
     loss, grads = jax.jit(lambda p, b: loss_and_gradients(config, p, b))(params, batch)
     mesh = make_mesh(MESHES[name])
