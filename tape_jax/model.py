@@ -93,8 +93,6 @@ class Transformer(nn.Module):
         tokens = constrain(tokens, "batch", "length")
         if positions is None:
             positions = encoding.default_positions(tokens.shape[1])
-        if positions is None:
-            positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
 
         embedding = nn.Embed(
             config.vocab_size,
@@ -145,19 +143,9 @@ class Transformer(nn.Module):
         if self.is_initializing():
             return x
         if config.scan_layers:
-            # A scan's carry keeps its shape: the first state is spread over batch and heads.
-            one = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), params)
-            shapes, _ = jax.eval_shape(lambda p, c: layer(p, c, True), one, first)
-            carry = jax.tree.map(lambda a, like: jnp.broadcast_to(a, like.shape), first, shapes)
-            carry, kept = jax.lax.scan(lambda c, p: layer(p, c, True), carry, params)
+            carry, kept = _scanned(layer, params, first)
         else:
-            carry, rows = first, []
-            for i, p in enumerate(_unstack(params, config.num_layers)):
-                last = i == config.num_layers - 1
-                # Nobody reads the state after the last layer unless it is asked for.
-                carry, row = layer(p, carry, keep_all or not last)
-                rows.append(row)
-            kept = jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
+            carry, kept = _unrolled(layer, params, first, config.num_layers, keep_all)
         self._sow(first, kept)
         return carry[0]
 
@@ -174,6 +162,24 @@ class Transformer(nn.Module):
                     start = jnp.broadcast_to(start, rest.shape[1:])[None]
                     both = jnp.concatenate([start, rest])
                     self.sow("intermediates", name, both, reduce_fn=lambda _, new: new)
+
+
+def _scanned(layer, params, first):
+    """All layers as one compiled loop over the stacked parameters: (last carry, what was kept)."""
+    # A scan's carry keeps its shape: the first state is spread over batch and heads.
+    one = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), params)
+    shapes, _ = jax.eval_shape(lambda p, c: layer(p, c, True), one, first)
+    carry = jax.tree.map(lambda a, like: jnp.broadcast_to(a, like.shape), first, shapes)
+    return jax.lax.scan(lambda c, p: layer(p, c, True), carry, params)
+
+
+def _unrolled(layer, params, first, count, keep_last_state):
+    """The same, layer after layer; nobody reads the last state unless it is asked for."""
+    carry, rows = first, []
+    for i, one in enumerate(_unstack(params, count)):
+        carry, row = layer(one, carry, keep_last_state or i < count - 1)
+        rows.append(row)
+    return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
 
 
 def _unstack(params, count):
@@ -202,8 +208,9 @@ def _check_inputs(config, tokens, positions, segment_ids):
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"tokens must be integers, got {tokens.dtype}")
     for name, x in {"positions": positions, "segment_ids": segment_ids}.items():
-        if x is not None and (x.ndim != 2 or x.shape[1] != tokens.shape[1]):
-            raise ValueError(f"{name} must be (batch, {tokens.shape[1]}), got {x.shape}")
+        batch, length = tokens.shape
+        if x is not None and x.shape not in ((batch, length), (1, length)):
+            raise ValueError(f"{name} must be ({batch} or 1, {length}), got {x.shape}")
     if not isinstance(tokens, jax.core.Tracer):
         concrete = np.asarray(tokens)  # numpy: within a trace, jnp would make it abstract
         low, high = int(concrete.min()), int(concrete.max())

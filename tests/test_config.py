@@ -52,8 +52,8 @@ def test_config_is_hashable_and_replaceable():
         ({"ids": np.zeros((1, 4), np.float32)}, r"tokens must be integers"),
         ({"ids": np.full((1, 4), 31)}, r"\[0, model.vocab_size=31\), got 31"),
         ({"ids": np.full((1, 4), -2)}, r"got -2"),
-        ({"positions": np.zeros((1, 3), int)}, r"positions must be \(batch, 4\)"),
-        ({"segment_ids": np.zeros((4,), int)}, r"segment_ids must be \(batch, 4\)"),
+        ({"positions": np.zeros((1, 3), int)}, r"positions must be \(1 or 1, 4\)"),
+        ({"segment_ids": np.zeros((4,), int)}, r"segment_ids must be \(1 or 1, 4\)"),
     ],
 )
 def test_inputs_that_cannot_be_read(inputs, message):

@@ -13,7 +13,7 @@ from train.interrupt import Interrupt
 from train.loop import evaluate
 from train.mesh import MeshConfig, make_mesh
 from train.runlog import RunLog
-from train.step import state_shardings
+from train.step import abstract_state
 
 
 def evaluate_checkpoint(
@@ -43,11 +43,7 @@ def evaluate_checkpoint(
     devices = make_mesh(mesh)
     checkpoints = Checkpoints(workdir, config.keep)
     with jax.set_mesh(devices), Interrupt() as stop, RunLog(workdir, config.steps) as log:
-        shapes, shardings = state_shardings(config, devices)
-        abstract = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
-        )
-        state = checkpoints.read(abstract, step)
+        state = checkpoints.read(abstract_state(config, devices), step)
         return evaluate(config, workdir, devices, state.params, int(state.step), stop, log)
 
 

@@ -15,7 +15,7 @@ from train.interrupt import Interrupt
 from train.mesh import make_mesh
 from train.report import write_report
 from train.runlog import RunLog
-from train.step import TrainState, jit_train_step, make_state, state_shardings
+from train.step import TrainState, abstract_state, jit_train_step, make_state, shardings_of
 from train.throughput import utilisation
 
 
@@ -48,24 +48,20 @@ def _restore_or_initialise(config, mesh, checkpoints, data, log) -> TrainState:
     # Where a run starts from, in this order:
     #   1. the newest sound checkpoint of its own work directory
     #   2. scratch, from the seed
-    shapes, shardings = state_shardings(config, mesh)
-    abstract = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
-    )
+    abstract = abstract_state(config, mesh)
     state = checkpoints.restore(abstract, data)
     if state is not None:
         log.say(f"continuing from the checkpoint of step {int(state.step)}")
         log.write("event", int(state.step), {"event": "resumed"})
         return state
-    count = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes.params))
+    count = sum(math.prod(x.shape) for x in jax.tree.leaves(abstract.params))
     log.say(f"starting from scratch: {count:,} parameters, seed {config.seed}")
-    initialise = jax.jit(lambda: make_state(config, config.seed), out_shardings=shardings)
-    return initialise()
+    where = shardings_of(abstract)
+    return jax.jit(lambda: make_state(config, config.seed), out_shardings=where)()
 
 
 def _loop(config, workdir, mesh, state, data, checkpoints, stop, log) -> int:
-    _, shardings = state_shardings(config, mesh)
-    step_function = jit_train_step(config, shardings)
+    step_function = jit_train_step(config, state)
     start = step = int(state.step)
     meter, pending = _Meter(config, log, start), None
     while step < config.steps and not stop():

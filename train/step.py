@@ -32,8 +32,8 @@ def make_state(config: TrainConfig, seed: int) -> TrainState:
     return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params))
 
 
-def state_shardings(config: TrainConfig, mesh: jax.sharding.Mesh) -> tuple[TrainState, TrainState]:
-    """The state's shapes, and where each of its arrays lives."""
+def abstract_state(config: TrainConfig, mesh: jax.sharding.Mesh) -> TrainState:
+    """The state's shapes and dtypes, each with the sharding its array has on this mesh."""
     shapes = jax.eval_shape(lambda: make_state(config, 0))
     params = parameter_shardings(shapes.params, mesh)
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -41,7 +41,16 @@ def state_shardings(config: TrainConfig, mesh: jax.sharding.Mesh) -> tuple[Train
     opt_state = optax.tree_map_params(
         tx, lambda _, s: s, shapes.opt_state, params, transform_non_params=lambda _: whole
     )
-    return shapes, TrainState(whole, params, opt_state)
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        shapes,
+        TrainState(whole, params, opt_state),
+    )
+
+
+def shardings_of(state: TrainState) -> TrainState:
+    """Where each array of an (abstract) state lives."""
+    return jax.tree.map(lambda x: x.sharding, state)
 
 
 def loss_sums(params, model: Transformer, batch: Batch):
@@ -100,10 +109,10 @@ def train_step(state: TrainState, batch: Batch, config: TrainConfig):
     return TrainState(state.step + 1, params, opt_state), figures
 
 
-def jit_train_step(config: TrainConfig, shardings: TrainState) -> Callable:
-    """The step compiled for the state's shardings, its old state's memory reused."""
+def jit_train_step(config: TrainConfig, state: TrainState) -> Callable:
+    """The step, whose new state lives where this one does and reuses its memory."""
 
     def step(state, batch):
         return train_step(state, batch, config)
 
-    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings_of(state), None))

@@ -1,4 +1,4 @@
-"""The protocol every positional encoding implements: a frozen dataclass with six hooks.
+"""The protocol every positional encoding implements: a frozen dataclass with a few hooks.
 
 The decoder calls the hooks and knows nothing else about positions. A hook that learns calls a thin
 Linen module inside: hooks run within the compact scope of the block (or the attention, or the
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 if TYPE_CHECKING:
@@ -32,8 +33,9 @@ class Encoding:
     def validate(self, config: ModelConfig) -> None:
         """Raises ValueError, naming field, value and fix, when `config` cannot carry this."""
 
-    def default_positions(self, length: int) -> Int[Array, "1 N"] | None:
-        """Positions used when the caller gives none; None means 0 .. N-1."""
+    def default_positions(self, length: int) -> Int[Array, "1 N"]:
+        """Positions used when the caller gives none: 0 .. N-1."""
+        return jnp.arange(length, dtype=jnp.int32)[None]
 
     def embed(self, x: Float[Array, "B N C"], positions: Int[Array, "B N"]) -> Array:
         """The token embedding with positions added (absolute encodings)."""

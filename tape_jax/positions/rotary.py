@@ -91,7 +91,7 @@ class Rotary(Encoding):
 
     def default_positions(self, length: int) -> Int[Array, "1 N"]:
         """shift .. shift + N - 1."""
-        return jnp.arange(length, dtype=jnp.int32)[None] + self.shift
+        return super().default_positions(length) + self.shift
 
     def start(self, positions: Int[Array, "B N"], width: int) -> Float[Array, "B N D"]:
         """z = exp(i t w) for heads of this width, after scaling."""

@@ -12,7 +12,7 @@ from tape_jax.sharding import MESH_AXES
 from tests.train.small import small
 from train.checkpoint import Checkpoints
 from train.data.pipeline import batches
-from train.step import TrainState, make_state, state_shardings
+from train.step import TrainState, abstract_state, make_state, shardings_of
 
 pytestmark = pytest.mark.multidevice
 
@@ -22,18 +22,11 @@ def mesh_of(*sizes):
     return Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * 4)
 
 
-def abstract_on(config, mesh) -> TrainState:
-    shapes, shardings = state_shardings(config, mesh)
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
-    )
-
-
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (2, 2, 1, 2), (1, 8, 1, 1)])
 def test_saved_on_data_x_fsdp_restored_elsewhere(tmp_path, sizes):
     config = small()
-    _, shardings = state_shardings(config, mesh_of(2, 4, 1, 1))
-    saved = jax.jit(lambda: make_state(config, 7), out_shardings=shardings)()
+    where = shardings_of(abstract_state(config, mesh_of(2, 4, 1, 1)))
+    saved = jax.jit(lambda: make_state(config, 7), out_shardings=where)()
     saved = saved.__class__(saved.step + 3, saved.params, saved.opt_state)
     data = batches(config.task.source(0), 16)
     next(data)
@@ -43,7 +36,7 @@ def test_saved_on_data_x_fsdp_restored_elsewhere(tmp_path, sizes):
 
     mesh = mesh_of(*sizes)
     again = batches(config.task.source(0), 16)
-    restored = Checkpoints(tmp_path).restore(abstract_on(config, mesh), again)
+    restored = Checkpoints(tmp_path).restore(abstract_state(config, mesh), again)
     for a, b in zip(jax.tree.leaves(saved), jax.tree.leaves(restored), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
         assert b.sharding.mesh == mesh
@@ -54,7 +47,7 @@ def test_saved_on_data_x_fsdp_restored_elsewhere(tmp_path, sizes):
 
 def test_nothing_to_restore(tmp_path):
     config = small()
-    abstract = abstract_on(config, mesh_of(1, 1, 1, 1))
+    abstract = abstract_state(config, mesh_of(1, 1, 1, 1))
     assert Checkpoints(tmp_path).restore(abstract, batches(config.task.source(0), 16)) is None
     with pytest.raises(FileNotFoundError, match="lacks a checkpoint"):
         Checkpoints(tmp_path).read(abstract)
@@ -91,7 +84,7 @@ def test_reading_steps_over_a_damaged_checkpoint_without_moving_it(tmp_path, cap
         checkpoints.save(step, moved, data)
     checkpoints.close()
     shutil.rmtree(tmp_path / "checkpoints/2/state/d")
-    abstract = abstract_on(config, mesh_of(1, 1, 1, 1))
+    abstract = abstract_state(config, mesh_of(1, 1, 1, 1))
     assert int(Checkpoints(tmp_path).read(abstract).step) == 1
     assert "checkpoint 2 cannot be read" in caplog.text
     assert (tmp_path / "checkpoints/2").exists()
