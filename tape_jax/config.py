@@ -1,7 +1,7 @@
 """ModelConfig: everything that shapes a model, checked when it is made."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 
@@ -96,10 +96,6 @@ class ModelConfig:
         if self.attention is not None and self.attention not in IMPLEMENTATIONS:
             raise ValueError(unknown("model.attention", self.attention, IMPLEMENTATIONS))
         self.position.validate(self)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
-        return dataclasses.asdict(self)
 
 
 def _divisors(n: int) -> str:

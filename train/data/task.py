@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -53,4 +53,3 @@ class Task:
 
 
 Stop = Callable[[], bool]
-Batches = Iterator[Sample]
