@@ -52,12 +52,13 @@ class Plan:
 
 
 class Side(NamedTuple):
-    """Integers that decide which key a query may read; (1 or B, padded N)."""
+    """What has no gradient: which key a query may read, (1 or B, padded N), and `_open`'s fixed."""
 
     q_order: Any
     k_order: Any
     q_segment: Any
     k_segment: Any
+    fixed: tuple[Any, ...] = ()
 
 
 def chunked(q, k, v, e, *, causal, order, segment_ids, scale, score_mod):
@@ -84,13 +85,33 @@ def chunked(q, k, v, e, *, causal, order, segment_ids, scale, score_mod):
     if score_mod is not None:
         example = jnp.zeros((batch, heads, plan.block_q, plan.block_k), jnp.float32)
         index_q, index_k = jnp.arange(plan.block_q), jnp.arange(plan.block_k)
-        mod, learned = jax.closure_convert(score_mod, example, index_q, index_k)
-        plan = dataclasses.replace(plan, score_mod=mod)
-    out = _attend(plan, folded, keys, values, side, tuple(learned))
+        mod, learned, fixed = _open(score_mod, example, index_q, index_k)
+        plan, side = dataclasses.replace(plan, score_mod=mod), side._replace(fixed=fixed)
+    out = _attend(plan, folded, keys, values, side, learned)
     out = out[:, :, :, :n_q].transpose(0, 3, 1, 2, 4).reshape(batch, n_q, heads, -1)
     if e is None:
         return out, None
     return out[..., : v.shape[-1]], out[..., v.shape[-1] :].astype(e.dtype)
+
+
+def _open(score_mod, *examples):
+    """score_mod with all it closes over as arguments: (mod, learned, fixed), floats and the rest.
+
+    A custom gradient may not capture what belongs to a trace around it. `jax.closure_convert`
+    hands out floats only, and positions are integers.
+    """
+    closed = jax.make_jaxpr(score_mod)(*examples)
+    floats = [jnp.issubdtype(jnp.result_type(c), jnp.inexact) for c in closed.consts]
+    learned = tuple(c for c, is_float in zip(closed.consts, floats, strict=True) if is_float)
+    fixed = tuple(c for c, is_float in zip(closed.consts, floats, strict=True) if not is_float)
+
+    def mod(scores, q_index, k_index, learned, fixed):
+        learned, fixed = iter(learned), iter(fixed)
+        consts = [next(learned if is_float else fixed) for is_float in floats]
+        (changed,) = jax.core.eval_jaxpr(closed.jaxpr, consts, scores, q_index, k_index)
+        return changed
+
+    return mod, learned, fixed
 
 
 def _pad(x, size, axis):
@@ -129,14 +150,14 @@ def _mask(plan, side, i, j):
     return mask[:, None, None]
 
 
-def _modified(plan, i, j, raw, learned):
+def _modified(plan, side, i, j, raw, learned):
     """The scaled scores of tile (i, j) after the encoding's change."""
     if plan.score_mod is None:
         return raw
     batch, *_, n, m = raw.shape
     q_index = jnp.minimum(i * plan.block_q + jnp.arange(n), plan.n_q - 1)
     k_index = jnp.minimum(j * plan.block_k + jnp.arange(m), plan.n_k - 1)
-    changed = plan.score_mod(raw.reshape(batch, -1, n, m), q_index, k_index, *learned)
+    changed = plan.score_mod(raw.reshape(batch, -1, n, m), q_index, k_index, learned, side.fixed)
     return changed.reshape(raw.shape)
 
 
@@ -164,7 +185,7 @@ def _forward(plan, q, k, w, side, learned):
         def body(j, carry, masked):
             top, total, mixed = carry
             raw = _raw_scores(plan, q_tile, _tile(k, j, plan.block_k, 2))
-            scores = _modified(plan, i, j, raw, learned)
+            scores = _modified(plan, side, i, j, raw, learned)
             if masked:  # `top` stays finite, so what is masked weighs exp(-inf) = 0
                 scores = jnp.where(_mask(plan, side, i, j), scores, -jnp.inf)
             new_top = jnp.maximum(top, scores.max(axis=-1))
@@ -218,7 +239,7 @@ def _attend_backward(plan, residuals, d_out):
             k_tile, w_tile = (_tile(x, j, plan.block_k, 2) for x in (k, w))
             raw = _raw_scores(plan, q_tile, k_tile)
             scores, pull = jax.vjp(
-                lambda raw, learned: _modified(plan, i, j, raw, learned), raw, learned
+                lambda raw, learned: _modified(plan, side, i, j, raw, learned), raw, learned
             )
             probs = jnp.exp(scores - lse_tile)
             if masked:

@@ -4,6 +4,7 @@ import dataclasses
 from fractions import Fraction
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -117,6 +118,25 @@ def test_a_new_encoding_needs_only_its_hooks(scan):
     np.testing.assert_array_equal(start, logits(config, params, ids, positions=base))
     moved = logits(config, params, ids, positions=base + 3)  # absolute: not shift invariant
     assert float(jnp.abs(moved - start).max()) > 1e-2
+
+
+@pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_an_additive_encoding_learns_through_the_tiled_attention(scan, remat):
+    """Its score modifier closes over explicit positions (traced integers) and learned slopes."""
+    tiled = tiny(position=Toy(), scan_layers=scan, remat=remat, attention="xla")
+    plain = tiny(position=Toy(), scan_layers=scan, attention="reference")
+    params, ids = random_params(plain, scale=0.2), tokens(plain)
+    where = jnp.asarray([[3 * i + row for i in range(ids.shape[1])] for row in (0, 5)])
+
+    def gradients(config):
+        loss = lambda p, w: (logits(config, p, ids, positions=w) ** 2).mean()  # noqa: E731
+        return jax.jit(jax.grad(loss))(params, where)
+
+    for got, want in zip(
+        jax.tree.leaves(gradients(tiled)), jax.tree.leaves(gradients(plain)), strict=True
+    ):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * float(jnp.abs(want).max()))
 
 
 def test_registry():
