@@ -42,7 +42,7 @@ def evaluate_checkpoint(
     config.validate()
     devices = make_mesh(mesh)
     checkpoints = Checkpoints(workdir, config.keep)
-    with jax.set_mesh(devices), Interrupt() as stop, RunLog(workdir, config.steps) as log:
+    with jax.set_mesh(devices), Interrupt() as stop, RunLog(workdir) as log:
         state = checkpoints.read(abstract_state(config, devices), step)
         return evaluate(config, workdir, devices, state.params, int(state.step), stop, log)
 

@@ -34,7 +34,7 @@ def train(config: TrainConfig, workdir: Path, allow_config_change: bool = False)
     config.validate()
     claim_workdir(workdir, config, allow_config_change)
     mesh = make_mesh(config.mesh)
-    with jax.set_mesh(mesh), Interrupt() as stop, RunLog(workdir, config.steps) as log:
+    with jax.set_mesh(mesh), Interrupt() as stop, RunLog(workdir) as log:
         data = batches(config.task.source(config.seed), config.batch_size)
         checkpoints = Checkpoints(workdir, config.keep)
         try:

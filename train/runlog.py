@@ -30,11 +30,11 @@ class RunLog:
     and `read_metrics` takes the later line.
     """
 
-    def __init__(self, workdir: Path, steps: int):
+    def __init__(self, workdir: Path):
         """Opens the files of `workdir`, which must exist."""
         self._on = jax.process_index() == 0
         self.console = Console(quiet=not self._on, highlight=False, soft_wrap=True)
-        self._steps, self._last_line = steps, 0.0
+        self._last_line = 0.0
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),

@@ -88,7 +88,7 @@ def test_the_paper_config_is_the_papers():
 
 
 def test_metrics_keep_the_later_line_and_survive_a_cut_one(tmp_path):
-    with RunLog(tmp_path, 10) as log:
+    with RunLog(tmp_path) as log:
         for step, loss in ((1, 3.0), (2, 2.0), (2, 1.5)):
             log.write("train", step, {"loss": loss, "position_norm": [1.0, 1.1]})
         log.write("eval", 2, {"mean": 0.25})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -25,31 +26,32 @@ class Source(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
+class Task(abc.ABC):
     """A frozen, hashable description of a task; subclasses set `name` to their registry name."""
 
     name: str
 
     @property
+    @abc.abstractmethod
     def length(self) -> int:
         """N: tokens of a training sample."""
-        raise NotImplementedError
 
     @property
+    @abc.abstractmethod
     def vocab_size(self) -> int:
         """Ids a sample may hold; the model needs at least as many."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def validate(self) -> None:
         """Raises ValueError, naming field, value and fix."""
 
+    @abc.abstractmethod
     def source(self, seed: int) -> Source:
         """The training samples of this seed."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def evaluate(self, scorer: Scorer, seed: int, folder: Path) -> dict[str, float]:
         """Scores a model, writes JSON and a picture into `folder`, returns the headline numbers."""
-        raise NotImplementedError
 
 
 Stop = Callable[[], bool]
