@@ -4,25 +4,21 @@ Letters: B batch, N sequence, D head dim, H query heads, K key/value heads, G = 
 De width of e.
 """
 
-from collections.abc import Callable
-
+import jax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.chunked import chunked
-from pallas_kernels.reference import reference
-
-ScoreMod = Callable[[Float[Array, "B H Nq Nk"], Int[Array, " Nq"], Int[Array, " Nk"]], Array]
-"""Maps scaled scores to scores, given the query and key *indices* the tile covers."""
-
-IMPLEMENTATIONS = {"reference": reference, "xla": chunked}
-"""Every implementation by name; all take what `reference` takes.
-
-reference: the contract, in plain jnp; memory grows with the square of the length.
-xla: tile by tile, linear memory, any shape and platform.
-"""
+from pallas_kernels.implementations import (
+    IMPLEMENTATIONS,
+    PREFERENCE,
+    ScoreMod,
+    first_that_compiles,
+)
 
 SMALL = 64 * 64
 """Scores per head up to which writing them out is no slower than tiling them."""
+
+FEW = 8
+"""Queries up to which the scores are smaller than the keys: written out, they cost nothing."""
 
 
 def tape_attention(
@@ -50,34 +46,48 @@ def tape_attention(
       positions: the order `causal` compares; the indices when None. One array or a pair.
       scale: multiplies q k^T; D ** -0.5 when None.
       score_mod: changes the scaled scores before the mask, from indices (an additive encoding).
-      implementation: a name in `IMPLEMENTATIONS`; None takes "reference" for short sequences and
-        "xla" for others.
+      implementation: a name in `IMPLEMENTATIONS`, which then honours every argument or raises.
+        None takes what suits the platform and these arguments (`PREFERENCE`).
 
     Returns:
-      out and mixed, in the dtypes of v and e. A row with nothing to read is exactly zero.
+      out and mixed, in the dtype of v and e. A row with nothing to read is exactly zero.
 
     Raises:
-      ValueError: shapes that do not fit, or an unknown implementation; names the argument.
+      ValueError: shapes or dtypes that do not fit, an unknown implementation, or one that cannot
+        honour an argument; names the argument.
     """
     _check(q, k, v, e)
     n_q, n_k = q.shape[1], k.shape[1]
+    arguments = {
+        "causal": causal,
+        "order": _pair("positions", positions, q, k),
+        "segment_ids": _pair("segment_ids", segment_ids, q, k),
+        "scale": q.shape[-1] ** -0.5 if scale is None else scale,
+        "score_mod": score_mod,
+    }
     if implementation is None:
-        implementation = "reference" if n_q * n_k <= SMALL else "xla"
+        implementation = _choose((q, k, v, e), arguments)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"implementation={implementation!r} is unknown; known: {', '.join(IMPLEMENTATIONS)}"
         )
-    return IMPLEMENTATIONS[implementation](
-        q,
-        k,
-        v,
-        e,
-        causal=causal,
-        order=_pair("positions", positions, n_q, n_k),
-        segment_ids=_pair("segment_ids", segment_ids, n_q, n_k),
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        score_mod=score_mod,
-    )
+    chosen = IMPLEMENTATIONS[implementation]
+    if (reason := chosen.refusal(q, k, v, e, **arguments)) is not None:
+        raise ValueError(
+            f"implementation={implementation!r} cannot honour {reason}; with implementation=None"
+            " one that can is taken"
+        )
+    out, mixed, _ = chosen.attend(q, k, v, e, **arguments)
+    return out, mixed
+
+
+def _choose(arrays, arguments):
+    """What suits the platform and can honour every argument."""
+    platform = jax.default_backend()
+    n_q, n_k = arrays[0].shape[1], arrays[1].shape[1]
+    if n_q * n_k <= SMALL or (n_q <= FEW and platform != "gpu"):
+        return "reference"
+    return first_that_compiles(PREFERENCE.get(platform, ("xla",)), arrays, arguments)
 
 
 def _check(q, k, v, e):
@@ -85,6 +95,10 @@ def _check(q, k, v, e):
     for name, x in named.items():
         if x.ndim != 4:
             raise ValueError(f"{name} must be (batch, sequence, heads, width), got {x.shape}")
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name} is {x.dtype} and q {q.dtype}: cast them to one dtype")
+        if 0 in x.shape:
+            raise ValueError(f"{name} {x.shape} is empty")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(f"q {q.shape} and k {k.shape} must agree in batch and width")
     for name in named.keys() - {"q", "k"}:
@@ -99,11 +113,12 @@ def _check(q, k, v, e):
         )
 
 
-def _pair(name, value, n_q, n_k):
+def _pair(name, value, q, k):
     if value is None:
         return None
     pair = tuple(value) if isinstance(value, tuple | list) else (value, value)
-    for side, x, n in zip(("query", "key"), pair, (n_q, n_k), strict=True):
-        if x.ndim != 2 or x.shape[1] != n:
-            raise ValueError(f"{name} ({side} side) must be (batch, {n}), got {x.shape}")
+    batch = q.shape[0]
+    for side, x, n in zip(("query", "key"), pair, (q.shape[1], k.shape[1]), strict=True):
+        if x.shape not in ((batch, n), (1, n)):
+            raise ValueError(f"{name} ({side} side) must be ({batch} or 1, {n}), got {x.shape}")
     return pair

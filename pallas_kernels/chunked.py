@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_kernels.reference import LOWEST
+
 BLOCK_Q, BLOCK_K = 256, 256
-LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Side(NamedTuple):
 
 
 def chunked(q, k, v, e, *, causal, order, segment_ids, scale, score_mod):
-    """Attention as in `tape_attention`, with every argument already normalised."""
+    """(out, mixed, log-sum-exp (B, Nq, H)) of a normalised call of `tape_attention`."""
     (batch, n_q, heads, width), (_, n_k, kv_heads, _) = q.shape, k.shape
     groups = heads // kv_heads
     plan = Plan(
@@ -75,7 +76,7 @@ def chunked(q, k, v, e, *, causal, order, segment_ids, scale, score_mod):
         order is None and segment_ids is None,
         None,
     )
-    stream = v if e is None else jnp.concatenate([v, e.astype(v.dtype)], axis=-1)
+    stream = v if e is None else jnp.concatenate([v, e], axis=-1)
     rows, columns = (t * b for t, b in zip(plan.tiles, (plan.block_q, plan.block_k), strict=True))
     folded = q.reshape(batch, n_q, kv_heads, groups, width).transpose(0, 2, 3, 1, 4)
     folded = _pad(folded, rows, 3)
@@ -87,11 +88,11 @@ def chunked(q, k, v, e, *, causal, order, segment_ids, scale, score_mod):
         index_q, index_k = jnp.arange(plan.block_q), jnp.arange(plan.block_k)
         mod, learned, fixed = _open(score_mod, example, index_q, index_k)
         plan, side = dataclasses.replace(plan, score_mod=mod), side._replace(fixed=fixed)
-    out = _attend(plan, folded, keys, values, side, learned)
+    out, lse = _attend(plan, folded, keys, values, side, learned)
     out = out[:, :, :, :n_q].transpose(0, 3, 1, 2, 4).reshape(batch, n_q, heads, -1)
-    if e is None:
-        return out, None
-    return out[..., : v.shape[-1]], out[..., v.shape[-1] :].astype(e.dtype)
+    lse = lse[..., :n_q].transpose(0, 3, 1, 2).reshape(batch, n_q, heads)
+    mixed = None if e is None else out[..., v.shape[-1] :]
+    return out[..., : v.shape[-1]], mixed, lse
 
 
 def _open(score_mod, *examples):
@@ -217,18 +218,20 @@ def _join(tiles):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(plan, q, k, w, side, learned):
-    return _forward(plan, q, k, w, side, learned)[0]
+    return _forward(plan, q, k, w, side, learned)
 
 
 def _attend_forward(plan, q, k, w, side, learned):
     out, lse = _forward(plan, q, k, w, side, learned)
     out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
-    return out, (q, k, w, side, learned, out, lse)
+    return (out, lse), (q, k, w, side, learned, out, lse)
 
 
-def _attend_backward(plan, residuals, d_out):
+def _attend_backward(plan, residuals, cotangents):
     q, k, w, side, learned, out, lse = residuals
-    delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
+    d_out, d_lse = cotangents
+    # dS = P (dP - delta), and a cotangent of the log-sum-exp adds P d_lse.
+    delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1) - d_lse
 
     def one_tile(carry, i):
         q_tile, d_tile = (_tile(x, i, plan.block_q, 3) for x in (q, d_out))

@@ -4,6 +4,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+LOWEST = float(jnp.finfo(jnp.float32).min)
+"""Log-sum-exp of a row with nothing to read: finite, so that nothing it meets becomes NaN."""
+
 
 def attention_mask(causal, order, segment_ids, n_q, n_k):
     """Which key each query may read: bool, broadcastable to (B, 1, Nq, Nk), or None for all.
@@ -23,15 +26,18 @@ def attention_mask(causal, order, segment_ids, n_q, n_k):
 
 
 def masked_softmax(scores, mask):
-    """Softmax over the last axis in float32; a row with nothing to read is exactly zero."""
-    if mask is None:
-        return jax.nn.softmax(scores, axis=-1)
-    probs = jax.nn.softmax(jnp.where(mask, scores, jnp.finfo(jnp.float32).min), axis=-1)
-    return jnp.where(mask.any(axis=-1, keepdims=True), probs, 0.0)
+    """(softmax, log-sum-exp) over the last axis; a row with nothing to read is zero, `LOWEST`."""
+    if mask is not None:
+        scores = jnp.where(mask, scores, LOWEST)
+    lse = jax.nn.logsumexp(scores, axis=-1)
+    probs = jax.nn.softmax(scores, axis=-1)
+    if mask is not None:
+        probs = jnp.where(mask.any(axis=-1, keepdims=True), probs, 0.0)
+    return probs, lse
 
 
 def reference(q, k, v, e, *, causal, order, segment_ids, scale, score_mod):
-    """Attention as in `tape_attention`, with every argument already normalised."""
+    """(out, mixed, log-sum-exp (B, Nq, H)) of a normalised call of `tape_attention`."""
     batch, n_q, heads, width = q.shape
     n_k, kv_heads = k.shape[1], k.shape[2]
     groups = heads // kv_heads
@@ -40,7 +46,7 @@ def reference(q, k, v, e, *, causal, order, segment_ids, scale, score_mod):
     scores = scores.reshape(batch, heads, n_q, n_k) * scale
     if score_mod is not None:
         scores = score_mod(scores, jnp.arange(n_q), jnp.arange(n_k))
-    probs = masked_softmax(scores, attention_mask(causal, order, segment_ids, n_q, n_k))
+    probs, lse = masked_softmax(scores, attention_mask(causal, order, segment_ids, n_q, n_k))
     probs = probs.reshape(batch, kv_heads, groups, n_q, n_k)
 
     def read(values):
@@ -55,4 +61,4 @@ def reference(q, k, v, e, *, causal, order, segment_ids, scale, score_mod):
     out, mixed = checkpoint_name(read(v), "attention_out"), None
     if e is not None:
         mixed = checkpoint_name(read(e), "attention_mixed")
-    return out, mixed
+    return out, mixed, lse.swapaxes(1, 2)

@@ -4,10 +4,10 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import tape_attention
 from tape_jax.config import ModelConfig
 from tape_jax.layers import linear
 from tape_jax.positions.protocol import State
+from tape_jax.sharded_attention import sharded_attention
 from tape_jax.sharding import constrain
 
 
@@ -47,7 +47,7 @@ class Attention(nn.Module):
         values = encoding.values(state) if mix_state else None
         if values is not None:
             values = jnp.broadcast_to(values.astype(dtype), (*k.shape[:3], values.shape[-1]))
-        out, mixed = tape_attention(
+        out, mixed = sharded_attention(
             q,
             k,
             v,

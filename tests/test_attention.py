@@ -1,27 +1,58 @@
 """Every implementation of position-aware attention against float64 by hand."""
 
-import functools
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import IMPLEMENTATIONS, chunked, tape_attention
+from pallas_kernels import IMPLEMENTATIONS, tape_attention
+from pallas_kernels.reference import LOWEST
+from tests.kernels_on_cpu import run_on_cpu
 
 LENGTHS = [1, 7, 16, 63, 65, 128, 200]
+
+REFUSED = {
+    "score_mod": {"pallas", "triton", "cudnn", "tpu"},
+    "positions": {"cudnn", "tpu"},
+    "segment_ids": {"cudnn"},
+    "dtype float16": {"tpu"},
+}
+"""What an implementation says it cannot honour, by what the error must name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Attend:
+    """`tape_attention` by one implementation."""
+
+    name: str
+
+    def __call__(self, *arrays, **arguments):
+        return tape_attention(*arrays, implementation=self.name, **arguments)
+
+    def log_sum_exp(self, *arrays, **arguments):
+        normal = {"causal": True, "order": None, "segment_ids": None, "score_mod": None} | arguments
+        return IMPLEMENTATIONS[self.name].attend(*arrays, **normal)[2]
+
+    def refuses(self, argument, *arrays, **arguments):
+        """Whether it refuses the call as it should, naming the argument."""
+        if self.name not in REFUSED[argument]:
+            return False
+        with pytest.raises(ValueError, match=f"{self.name}' cannot honour {argument}"):
+            self(*arrays, **arguments)
+        return True
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
 def attend(request, monkeypatch):
-    """The implementation under test, with tiles small enough to need several of them."""
-    monkeypatch.setattr(chunked, "BLOCK_Q", 16)
-    monkeypatch.setattr(chunked, "BLOCK_K", 32)
-    return functools.partial(tape_attention, implementation=request.param)
+    """The implementation under test, on the CPU, with tiles small enough to need several."""
+    run_on_cpu(request.param, monkeypatch)
+    return Attend(request.param)
 
 
 def truth(q, k, v, e, mask, scale, d_out, d_mixed, bias=0.0):
-    """(out, mixed) and the gradients of <out, d_out> + <mixed, d_mixed>, all in float64."""
+    """(out, mixed, log-sum-exp) and gradients of <out, d_out> + <mixed, d_mixed>, in float64."""
     q, k, v, e, d_out, d_mixed = (np.asarray(x, np.float64) for x in (q, k, v, e, d_out, d_mixed))
     groups = q.shape[2] // k.shape[2]
     k_all, v_all, e_all = (np.repeat(x, groups, axis=2) for x in (k, v, e))
@@ -32,6 +63,8 @@ def truth(q, k, v, e, mask, scale, d_out, d_mixed, bias=0.0):
     total = weights.sum(-1, keepdims=True)
     probs = weights / np.where(total == 0, 1, total)
     outs = [np.einsum("bhnm,bmhd->bnhd", probs, x) for x in (v_all, e_all)]
+    with np.errstate(divide="ignore"):
+        lse = np.maximum(np.log(total) + top, LOWEST)[..., 0].swapaxes(1, 2)
     d_probs = np.einsum("bnhd,bmhd->bhnm", d_out, v_all)
     d_probs += np.einsum("bnhd,bmhd->bhnm", d_mixed, e_all)
     d_scores = probs * (d_probs - (probs * d_probs).sum(-1, keepdims=True))
@@ -45,7 +78,7 @@ def truth(q, k, v, e, mask, scale, d_out, d_mixed, bias=0.0):
         group_sum(np.einsum("bhnm,bnhd->bmhd", probs, d_out)),
         group_sum(np.einsum("bhnm,bnhd->bmhd", probs, d_mixed)),
     ]
-    return outs, gradients
+    return (*outs, lse), gradients
 
 
 def inputs(n_q, n_k, heads=4, kv_heads=2, width=16, e_width=16, batch=2, seed=0):
@@ -74,7 +107,7 @@ def check(attend, arrays, mask, dtype=jnp.float32, limits=(2e-6, 5e-6), bias=0.0
         return out, pull((d_out, d_mixed))
 
     got, got_grads = both(q, k, v, e)
-    for ours, theirs in zip(got, want, strict=True):
+    for ours, theirs in zip(got, want[:2], strict=True):
         assert ours.dtype == dtype
         assert relative_rms(ours, theirs) < limits[0]
     for ours, theirs in zip(got_grads, want_grads, strict=True):
@@ -115,13 +148,21 @@ def test_grouped_queries(attend, heads, kv_heads):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision(attend, dtype):
-    check(attend, inputs(65, 65), causal_mask(65), dtype, limits=(5e-3, 1e-2))
+    arrays = inputs(65, 65)
+    if dtype == jnp.float16 and attend.refuses(
+        "dtype float16", *(jnp.asarray(x, dtype) for x in arrays[:4])
+    ):
+        return
+    check(attend, arrays, causal_mask(65), dtype, limits=(5e-3, 1e-2))
 
 
 def test_segments_padding_and_empty_rows(attend):
     segments = np.sort(np.random.default_rng(0).integers(-1, 3, (2, 70)))
     same = (segments[:, :, None] == segments[:, None, :]) & (segments >= 0)[:, None, :]
-    got = check(attend, inputs(70, 70), causal_mask(70) & same, segment_ids=segments, scale=0.25)
+    arrays = inputs(70, 70)
+    if attend.refuses("segment_ids", *arrays[:4], segment_ids=segments):
+        return
+    got = check(attend, arrays, causal_mask(70) & same, segment_ids=segments, scale=0.25)
     for out in got:
         assert (np.asarray(out)[segments < 0] == 0.0).all()
 
@@ -132,15 +173,21 @@ def test_cross_lengths_with_pairs_of_positions_and_segments(attend):
     q_order[:, 2] = -1  # before every key
     q_seg, k_seg = np.zeros((2, 5), int), rng.integers(0, 2, (2, 40))
     mask = order_mask(q_order, k_order) & (q_seg[:, :, None] == k_seg[:, None, :])
-    got = check(
-        attend, inputs(5, 40), mask, positions=(q_order, k_order), segment_ids=(q_seg, k_seg)
-    )
+    arrays, pairs = inputs(5, 40), {"positions": (q_order, k_order), "segment_ids": (q_seg, k_seg)}
+    if attend.refuses("positions", *arrays[:4], **pairs):
+        return
+    got = check(attend, arrays, mask, **pairs)
     assert (np.asarray(got[0])[:, 2] == 0.0).all()
 
 
 def test_one_query_against_a_cache(attend):
-    order = (np.full((2, 1), 60), np.arange(90)[None].repeat(2, 0))
-    check(attend, inputs(1, 90), order_mask(*order), positions=order)
+    """Short and long caches, filled in part and differently by row, with grouped queries."""
+    for length in (90, 1024):
+        order = (np.array([[length // 2], [3]]), np.arange(length)[None].repeat(2, 0))
+        arrays = inputs(1, length)
+        if attend.refuses("positions", *arrays[:4], positions=order):
+            return
+        check(attend, arrays, order_mask(*order), positions=order)
 
 
 def test_without_states_it_is_plain_attention(attend):
@@ -164,6 +211,8 @@ def test_score_mod_and_the_gradient_of_what_it_learns(attend):
     slopes = jnp.asarray([0.5, 0.25, 0.1, 0.01])
     distance = np.arange(n)[:, None] - np.arange(n)[None]
     bias = -np.asarray(slopes, np.float64)[:, None, None] * distance
+    if attend.refuses("score_mod", *arrays[:4], score_mod=slopes_mod(slopes)):
+        return
     check(attend, arrays, causal_mask(n), bias=bias, score_mod=slopes_mod(slopes))
 
     q, k, v, e, d_out, d_mixed = arrays
@@ -174,7 +223,7 @@ def test_score_mod_and_the_gradient_of_what_it_learns(attend):
 
     def exact(slopes):
         bias = -np.asarray(slopes, np.float64)[:, None, None] * distance
-        (out, mixed), _ = truth(q, k, v, e, causal_mask(n), 0.25, d_out, d_mixed, bias)
+        (out, mixed, _), _ = truth(q, k, v, e, causal_mask(n), 0.25, d_out, d_mixed, bias)
         return (out * d_out).sum() + (mixed * d_mixed).sum()
 
     got = jax.jit(jax.grad(loss))(slopes)
@@ -182,6 +231,42 @@ def test_score_mod_and_the_gradient_of_what_it_learns(attend):
     start = np.asarray(slopes, np.float64)
     want = [(exact(start + d) - exact(start - d)) / 2e-5 for d in step]
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_log_sum_exp_and_its_gradient(attend):
+    """Against float64, empty rows included; d lse / d q is scale * P k, and so for k."""
+    q, k, v, e, _, _ = inputs(70, 70, width=16)
+    segments = np.sort(np.random.default_rng(1).integers(-1, 2, (2, 70)))
+    same = (segments[:, :, None] == segments[:, None, :]) & (segments >= 0)[:, None, :]
+    none = np.zeros((2, 70, 4, 16))
+    for mask, pair in (
+        (causal_mask(70), None),
+        (causal_mask(70) & same, (jnp.asarray(segments), jnp.asarray(segments))),
+    ):
+        if pair and attend.name in REFUSED["segment_ids"]:
+            continue
+
+        def lse(q, k, pair=pair):
+            return attend.log_sum_exp(q, k, v, e, segment_ids=pair, scale=0.25)
+
+        got = lse(*map(jnp.asarray, (q, k)))
+        if attend.name in ("cudnn", "tpu"):  # their libraries keep it
+            assert got is None
+            continue
+        (_, _, want), _ = truth(q, k, v, e, mask, 0.25, none, none)
+        assert got.shape == want.shape == (2, 70, 4) and got.dtype == jnp.float32
+        empty = want == LOWEST
+        assert (empty == ~mask.any(-1)[..., None]).all()
+        np.testing.assert_array_equal(np.asarray(got)[empty], np.float32(LOWEST))
+        assert relative_rms(np.asarray(got)[~empty], want[~empty]) < 2e-6
+
+        weight = np.random.default_rng(2).normal(size=want.shape) * ~empty
+        dq, dk = jax.grad(lambda q, k, w=weight: (lse(q, k) * w).sum(), argnums=(0, 1))(q, k)
+        # <P k, w> as an attention that mixes k, and its transpose.
+        (pk, *_), _ = truth(q, k, k, e, mask, 0.25, none, none)
+        assert relative_rms(dq, 0.25 * weight[..., None] * pk) < 5e-6
+        _, (_, _, want_dk, _) = truth(q, k, k, e, mask, 0.25, weight[..., None] * q, none)
+        assert relative_rms(dk, 0.25 * want_dk) < 5e-6
 
 
 def test_transformations(attend):

@@ -1,0 +1,160 @@
+"""What the tiled GPU kernels share: tiles, masks as integers, which tiles to visit, the gradient.
+
+A kernel sees one static `Spec`, arrays in the layout of `tape_attention`, and a `Side` of integers
+unless causality by index says it all. The position states are a second value stream: there is one
+score tile and one accumulator per stream, forward and backward.
+
+Letters: B batch, N sequence, H query heads, K key/value heads, G query heads in a group, T tiles.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from pallas_kernels import tiles
+from pallas_kernels.reference import LOWEST as LOWEST
+from pallas_kernels.tiles import Tiles
+
+LOG2_E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """What is static about a call.
+
+    Attributes:
+      by_index: what a query may read follows from indices alone (no `Side`).
+      forward, backward: the kernels, (spec, q, k, values, side[, ...]) as in `pallas_kernels.gpu`.
+      interpret: run the kernels' Python on any platform instead of compiling them.
+    """
+
+    n_q: int
+    n_k: int
+    scale: float
+    causal: bool
+    by_index: bool
+    tiles: Tiles
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    interpret: bool = False
+
+
+class Side(NamedTuple):
+    """Which key a query may read when indices do not say it: int32, (B, Nq) and (B, Nk)."""
+
+    q_order: Any
+    k_order: Any
+    q_segment: Any
+    k_segment: Any
+
+
+def make_side(spec: Spec, batch: int, order, segment_ids) -> Side | None:
+    """The Side of a call; None when indices decide."""
+    if spec.by_index:
+        return None
+    q_order, k_order = order or (jnp.arange(spec.n_q)[None], jnp.arange(spec.n_k)[None])
+    q_segment, k_segment = segment_ids or (jnp.zeros((1, spec.n_q)), jnp.zeros((1, spec.n_k)))
+    rows = lambda x: jnp.broadcast_to(x.astype(jnp.int32), (batch, x.shape[1]))  # noqa: E731
+    return Side(rows(q_order), rows(k_order), rows(q_segment), rows(k_segment))
+
+
+def readable(spec: Spec, q_order, k_order, q_segment, k_segment):
+    """Which key a query may read, from integers that broadcast against each other."""
+    mask = (q_segment == k_segment) & (k_segment >= 0)
+    if spec.causal:
+        mask &= q_order >= k_order
+    return mask
+
+
+def visits(spec: Spec, side: Side, block_q: int, block_k: int):
+    """For each tile the range of tiles on the other side that it may have to visit.
+
+    Two tiles can meet only when their ranges of segments overlap and some query is not before some
+    key. Sorted segments (packed documents) and a cache that is longer than what was written leave
+    few; the range is exact for tiles, the kernel's mask decides within.
+
+    Returns:
+      int32 (B, Tq, 2) and (B, Tk, 2): [first, end) of key tiles by query tile, and the reverse.
+    """
+
+    tiled = functools.partial(_tiled, block=block_q), functools.partial(_tiled, block=block_k)
+    q_segment, k_segment = tiled[0](side.q_segment), tiled[1](side.k_segment)
+    # Padding is read by nobody: it must not widen a key tile's range of segments.
+    k_low = jnp.where(k_segment < 0, jnp.iinfo(jnp.int32).max, k_segment).min(axis=2)
+    meets = q_segment.min(axis=2)[:, :, None] <= k_segment.max(axis=2)[:, None]
+    meets &= q_segment.max(axis=2)[:, :, None] >= k_low[:, None]
+    if spec.causal:
+        latest, earliest = tiled[0](side.q_order).max(axis=2), tiled[1](side.k_order).min(axis=2)
+        meets &= latest[:, :, None] >= earliest[:, None]
+
+    def ranges(meets):
+        first = jnp.argmax(meets, axis=2)
+        end = meets.shape[2] - jnp.argmax(meets[:, :, ::-1], axis=2)
+        some = meets.any(axis=2)
+        return jnp.where(some[..., None], jnp.stack([first, end], axis=2), 0).astype(jnp.int32)
+
+    return ranges(meets), ranges(meets.swapaxes(1, 2))
+
+
+def _tiled(x, block):
+    """(B, N) -> (B, T, block), the last tile filled with its last value."""
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block)), mode="edge")
+    return x.reshape(x.shape[0], -1, block)
+
+
+def fused(
+    forward, backward, interpret, q, k, v, e, *, causal, order, segment_ids, scale, score_mod
+):
+    """(out, mixed, log-sum-exp (B, Nq, H)) of a normalised call, by these kernels."""
+    del score_mod  # refused
+    sizes = tiles.choose(max(q.shape[3], v.shape[3]), 0 if e is None else e.shape[3], q.dtype)
+    spec = Spec(
+        n_q=q.shape[1],
+        n_k=k.shape[1],
+        scale=scale,
+        causal=causal,
+        by_index=order is None and segment_ids is None,
+        tiles=sizes.within(q.shape[1], k.shape[1]),
+        forward=forward,
+        backward=backward,
+        interpret=interpret,
+    )
+    side = make_side(spec, q.shape[0], order, segment_ids)
+    outs, lse = _attend(spec, q, k, (v,) if e is None else (v, e), side)
+    return outs[0], None if e is None else outs[1], lse.swapaxes(1, 2)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(spec, q, k, values, side):
+    return spec.forward(spec, q, k, values, side)
+
+
+def _attend_forward(spec, q, k, values, side):
+    outs, lse = spec.forward(spec, q, k, values, side)
+    names = ("attention_out", "attention_mixed")[: len(outs)]
+    outs = tuple(checkpoint_name(x, name) for x, name in zip(outs, names, strict=True))
+    lse = checkpoint_name(lse, "attention_lse")
+    return (outs, lse), (q, k, values, side, outs, lse)
+
+
+def _attend_backward(spec, residuals, cotangents):
+    """dS = P (dP - delta) with delta = rowsum(P dP) = sum over streams of <d_out, out>.
+
+    A cotangent of the log-sum-exp adds P d_lse to dS, so it is subtracted from delta.
+    """
+    q, k, values, side, outs, lse = residuals
+    d_outs, d_lse = cotangents
+    pairs = zip(d_outs, outs, strict=True)
+    products = [(d.astype(jnp.float32) * x.astype(jnp.float32)).sum(axis=-1) for d, x in pairs]
+    delta = sum(products).swapaxes(1, 2) - d_lse
+    dq, dk, d_values = spec.backward(spec, q, k, values, side, d_outs, lse, delta)
+    return dq, dk, d_values, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)

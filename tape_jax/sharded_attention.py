@@ -1,0 +1,77 @@
+"""Attention where its arrays live: each device computes the batch rows and heads it holds.
+
+A kernel is opaque to the partitioner, which would gather its operands. Inside `jax.shard_map` it
+never does: attention needs nothing from other rows or heads. A sequence that is cut over "context"
+trades its cut for one of heads (DeepSpeed-Ulysses, arXiv 2309.14509): two all-to-alls, and every
+device sees whole sequences, so that causality by index stays what it was.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import tape_attention
+from tape_jax.sharding import partition_spec
+
+
+def sharded_attention(
+    q: Float[Array, "B N H D"],
+    k: Float[Array, "B N K D"],
+    v: Float[Array, "B N K D"],
+    e: Float[Array, "B N K De"] | None,
+    *,
+    segment_ids: Int[Array, "B N"] | None,
+    score_mod=None,
+    **arguments,
+) -> tuple[Float[Array, "B N H D"], Float[Array, "B N H De"] | None]:
+    """`tape_attention` on the mesh of `jax.set_mesh`; without one, `tape_attention` itself.
+
+    Heads that their mesh axis does not divide are computed whole on every device of that axis; so
+    are sequences cut over more devices than there are heads to trade. A score_mod closes over
+    arrays of all heads: its attention is plain JAX and left to the partitioner.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    by_hand = {
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Auto
+    }
+    if mesh.size == 1 or not by_hand or score_mod is not None:
+        return tape_attention(q, k, v, e, segment_ids=segment_ids, score_mod=score_mod, **arguments)
+
+    if segment_ids is not None:
+        segment_ids = jnp.broadcast_to(segment_ids, q.shape[:2])
+    rows, length, heads, _ = partition_spec(("batch", "length", "kv_heads", None), k.shape, mesh)
+    context = length if length and _extent(mesh, length) > 1 else None
+    if context and k.shape[2] % (_extent(mesh, heads) * _extent(mesh, context)):
+        context = None
+    whole = PartitionSpec(rows, context, heads, None)
+
+    def body(q, k, v, e, segment_ids):
+        if context:
+            q, k, v, e = _trade((q, k, v, e), context, split=2, join=1)
+        both = tape_attention(q, k, v, e, segment_ids=segment_ids, **arguments)
+        return _trade(both, context, split=1, join=2) if context else both
+
+    return jax.shard_map(
+        body,
+        in_specs=(whole, whole, whole, whole, PartitionSpec(rows, None)),
+        out_specs=whole,
+        axis_names=by_hand,
+        check_vma=False,  # a Pallas call does not say how its outputs vary over the mesh
+    )(q, k, v, e, segment_ids)
+
+
+def _extent(mesh, axes):
+    return functools.reduce(lambda n, axis: n * mesh.shape[axis], axes or (), 1)
+
+
+def _trade(arrays, axes, *, split, join):
+    """Each device's share of axis `split` in exchange for all of axis `join`."""
+    trade = functools.partial(
+        jax.lax.all_to_all, axis_name=axes, split_axis=split, concat_axis=join, tiled=True
+    )
+    return jax.tree.map(trade, arrays)

@@ -1,0 +1,169 @@
+"""Devices to compile for without having them: whole programs, their memory, their kernels.
+
+XLA compiles for a described GPU or TPU on a machine that has neither, given the plugins of the
+"aot" extra. Time and numerics need the device itself; whether a program compiles, how much memory
+it takes and what its kernels use do not.
+"""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+
+import jax
+from jax.experimental import topologies
+
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # libtpu else asks a cloud's metadata server
+
+_H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024  threads_per_warp: 32
+  shared_memory_per_block: 49152  shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448
+  threads_per_core_limit: 2048  core_count: 132  fpus_per_core: 128
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000  l2_cache_size: 62914560  clock_rate_ghz: 1.98
+  device_memory_size: 150000000000
+  cuda_compute_capability { major: 9 minor: 0 }
+  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 8 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A kind of device.
+
+    Attributes:
+      platform: "cuda" or "tpu".
+      topology: the smallest that holds the devices asked for, by their count.
+      architecture: as ptxas names it; None for TPUs.
+    """
+
+    platform: str
+    topology: Callable[[int], str]
+    description: str | None = None
+    architecture: str | None = None
+
+
+TARGETS = {
+    "h200": Target("cuda", lambda n: f"1x{n}x1", _H200, "sm_90a"),
+    "v5e": Target("tpu", lambda n: "v5e:2x2" if n <= 4 else "v5e:4x4"),
+    "v5p": Target("tpu", lambda n: "v5p:2x2x1" if n <= 4 else "v5p:2x2x4"),
+}
+
+
+def devices(name: str, count: int = 1) -> Sequence[jax.Device]:
+    """`count` described devices of this kind.
+
+    Raises:
+      RuntimeError: a plugin is missing; names the extra that brings it.
+    """
+    target = TARGETS[name]
+    shape = target.topology(count)
+    if target.platform == "cuda":
+        where = {"topology_name": "", "topology": shape, "target_config": target.description}
+    else:
+        where = {"topology_name": shape}
+    try:
+        topology = topologies.get_topology_desc(platform=target.platform, **where)
+    except Exception as error:
+        raise RuntimeError(
+            f'compiling for {name} needs its plugin: pip install "tape-jax[aot]" ({error})'
+        ) from error
+    return topology.devices[:count]
+
+
+def lower(name: str, function: Callable, *arguments):
+    """`jax.jit(function)` lowered for abstract arguments that are sharded over `devices(name)`."""
+    with contextlib.ExitStack() as stack:
+        if TARGETS[name].platform == "cuda" and hasattr(jax.sharding, "AbstractDevice"):
+            # From jax 0.11 on Pallas asks the mesh at hand which GPU it lowers for.
+            device = jax.sharding.AbstractDevice("NVIDIA H200", 132, "gpu")
+            mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+            stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
+        return jax.jit(function).trace(*arguments).lower()
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What one compiled kernel uses.
+
+    Attributes:
+      registers: per thread.
+      spilled: bytes per thread that did not fit into registers.
+      serialized: ptxas could not let products run asynchronously (its warnings C7510 and on).
+      shared_memory: bytes per block.
+      wgmma, mma: tensor-core instructions in the code, of Hopper's kind and of the older one.
+    """
+
+    registers: int
+    spilled: int
+    serialized: bool
+    shared_memory: int
+    wgmma: int
+    mma: int
+
+
+def kernels(name: str, lowered, prefix: str) -> dict[str, Kernel]:
+    """Compiles for a GPU and reports the kernels whose names start with `prefix`.
+
+    Raises:
+      RuntimeError: no ptxas on PATH or in the triton package.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+        dumped = pathlib.Path(folder)
+        thunks = "\n".join(p.read_text() for p in dumped.glob("*thunk_sequence.txt"))
+        shared = dict(re.findall(rf"({prefix}\w*) grid.*shared_memory: (\d+) bytes", thunks))
+        found = {}
+        for path in dumped.glob("*.ptx"):
+            entries = re.split(rf"\.entry (?={prefix})", path.read_text())[1:]
+            code = {entry.split("(")[0]: entry.split(".entry ")[0] for entry in entries}
+            for kernel, report in _ptxas(path, TARGETS[name].architecture).items() if code else ():
+                if kernel in code:
+                    found[kernel] = Kernel(
+                        **report,
+                        shared_memory=int(shared[kernel]),
+                        wgmma=code[kernel].count("wgmma.mma_async"),
+                        mma=code[kernel].count("mma.sync"),
+                    )
+    return found
+
+
+def _ptxas(path, architecture):
+    """{kernel: registers, spilled bytes, serialized} as `ptxas -v` says."""
+    command = [_find_ptxas(), "-v", f"-arch={architecture}", str(path), "-o", os.devnull]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    pattern = (
+        r"Compiling entry function '(\w+)'(?:.*\n)*?"
+        r".*?(\d+) bytes spill stores(?:.*\n)*?.*?Used (\d+) registers"
+    )
+    return {
+        kernel: {
+            "registers": int(registers),
+            "spilled": int(spilled),
+            "serialized": bool(re.search(rf"wgmma.*serialized.*'{kernel}'", said)),
+        }
+        for kernel, spilled, registers in re.findall(pattern, said)
+    }
+
+
+def _find_ptxas() -> str:
+    if found := shutil.which("ptxas"):
+        return found
+    with contextlib.suppress(ImportError):
+        import triton
+
+        bundled = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+        if bundled.exists():
+            return str(bundled)
+    raise RuntimeError('no ptxas: pip install "tape-jax[aot]", or put one on PATH')
