@@ -11,13 +11,14 @@ import importlib.util
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import tyro
-from rich.console import Console
 from rich.table import Table
+
+from benchmarks import timing
+from benchmarks.timing import Run
 
 MODELS = ("rope", "tape", "huggingface")
 
@@ -48,17 +49,9 @@ def measure(model: str, benchmark: Benchmark) -> dict[str, float]:
     figures = {}
     for name, run in (("forward", forward), ("forward_backward", both)):
         run()  # compiles, allocates
-        times = []
-        for _ in range(benchmark.repeats):
-            start = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - start)
-        figures[f"{name}_seconds"] = min(times)
+        figures[f"{name}_seconds"] = min(timing.seconds(run) for _ in range(benchmark.repeats))
         figures[f"{name}_peak_bytes"] = memory()
     return figures
-
-
-Run = Callable[[], object]
 
 
 def _ours(position: str, benchmark: Benchmark) -> tuple[Run, Run, Callable[[], float]]:
@@ -171,7 +164,7 @@ def show(results: dict[str, dict[str, float]], benchmark: Benchmark) -> None:
                 f"{tokens / seconds:,.0f}",
                 f"{peak / 1e9:.2f} ({peak / base[f'{name}_peak_bytes']:.3f})",
             )
-    Console().print(table)
+    timing.console().print(table)
     if "huggingface" not in results:
         print('Hugging Face is left out: pip install ".[peers]" brings torch and transformers')
 
@@ -186,7 +179,7 @@ def main() -> None:
     results = compare(benchmark)
     show(results, benchmark)
     if benchmark.output is not None:
-        benchmark.output.write_text(json.dumps(results, indent=2) + "\n")
+        timing.write_json(benchmark.output, results)
 
 
 if __name__ == "__main__":

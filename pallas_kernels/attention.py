@@ -57,7 +57,6 @@ def tape_attention(
         honour an argument; names the argument.
     """
     _check(q, k, v, e)
-    n_q, n_k = q.shape[1], k.shape[1]
     arguments = {
         "causal": causal,
         "order": _pair("positions", positions, q, k),

@@ -30,7 +30,7 @@ class Spec:
 
     Attributes:
       by_index: what a query may read follows from indices alone (no `Side`).
-      forward, backward: the kernels, (spec, q, k, values, side[, ...]) as in `pallas_kernels.gpu`.
+      kernels: `forward` and `backward` as in `pallas_kernels.gpu`.
       interpret: run the kernels' Python on any platform instead of compiling them.
     """
 
@@ -40,8 +40,7 @@ class Spec:
     causal: bool
     by_index: bool
     tiles: Tiles
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
+    kernels: tuple[Callable[..., Any], Callable[..., Any]]
     interpret: bool = False
 
 
@@ -83,14 +82,17 @@ def visits(spec: Spec, side: Side, block_q: int, block_k: int):
       int32 (B, Tq, 2) and (B, Tk, 2): [first, end) of key tiles by query tile, and the reverse.
     """
 
-    tiled = functools.partial(_tiled, block=block_q), functools.partial(_tiled, block=block_k)
-    q_segment, k_segment = tiled[0](side.q_segment), tiled[1](side.k_segment)
-    # Padding is read by nobody: it must not widen a key tile's range of segments.
-    k_low = jnp.where(k_segment < 0, jnp.iinfo(jnp.int32).max, k_segment).min(axis=2)
-    meets = q_segment.min(axis=2)[:, :, None] <= k_segment.max(axis=2)[:, None]
-    meets &= q_segment.max(axis=2)[:, :, None] >= k_low[:, None]
+    by_query = functools.partial(_tiled, block=block_q)
+    by_key = functools.partial(_tiled, block=block_k)
+
+    def lowest(segment):  # padding reads and is read by nobody: it must not widen the range
+        return jnp.where(segment < 0, jnp.iinfo(jnp.int32).max, segment).min(axis=2)
+
+    q_segment, k_segment = by_query(side.q_segment), by_key(side.k_segment)
+    meets = lowest(q_segment)[:, :, None] <= k_segment.max(axis=2)[:, None]
+    meets &= q_segment.max(axis=2)[:, :, None] >= lowest(k_segment)[:, None]
     if spec.causal:
-        latest, earliest = tiled[0](side.q_order).max(axis=2), tiled[1](side.k_order).min(axis=2)
+        latest, earliest = by_query(side.q_order).max(axis=2), by_key(side.k_order).min(axis=2)
         meets &= latest[:, :, None] >= earliest[:, None]
 
     def ranges(meets):
@@ -108,10 +110,8 @@ def _tiled(x, block):
     return x.reshape(x.shape[0], -1, block)
 
 
-def fused(
-    forward, backward, interpret, q, k, v, e, *, causal, order, segment_ids, scale, score_mod
-):
-    """(out, mixed, log-sum-exp (B, Nq, H)) of a normalised call, by these kernels."""
+def fused(kernels, interpret, q, k, v, e, *, causal, order, segment_ids, scale, score_mod):
+    """(out, mixed, log-sum-exp (B, Nq, H)) of a normalised call, by (forward, backward) kernels."""
     del score_mod  # refused
     sizes = tiles.choose(max(q.shape[3], v.shape[3]), 0 if e is None else e.shape[3], q.dtype)
     spec = Spec(
@@ -121,8 +121,7 @@ def fused(
         causal=causal,
         by_index=order is None and segment_ids is None,
         tiles=sizes.within(q.shape[1], k.shape[1]),
-        forward=forward,
-        backward=backward,
+        kernels=kernels,
         interpret=interpret,
     )
     side = make_side(spec, q.shape[0], order, segment_ids)
@@ -132,11 +131,13 @@ def fused(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(spec, q, k, values, side):
-    return spec.forward(spec, q, k, values, side)
+    forward, _ = spec.kernels
+    return forward(spec, q, k, values, side)
 
 
 def _attend_forward(spec, q, k, values, side):
-    outs, lse = spec.forward(spec, q, k, values, side)
+    forward, _ = spec.kernels  # not `_attend`: a policy would not see the names within
+    outs, lse = forward(spec, q, k, values, side)
     names = ("attention_out", "attention_mixed")[: len(outs)]
     outs = tuple(checkpoint_name(x, name) for x, name in zip(outs, names, strict=True))
     lse = checkpoint_name(lse, "attention_lse")
@@ -153,7 +154,8 @@ def _attend_backward(spec, residuals, cotangents):
     pairs = zip(d_outs, outs, strict=True)
     products = [(d.astype(jnp.float32) * x.astype(jnp.float32)).sum(axis=-1) for d, x in pairs]
     delta = sum(products).swapaxes(1, 2) - d_lse
-    dq, dk, d_values = spec.backward(spec, q, k, values, side, d_outs, lse, delta)
+    _, backward = spec.kernels
+    dq, dk, d_values = backward(spec, q, k, values, side, d_outs, lse, delta)
     return dq, dk, d_values, None
 
 

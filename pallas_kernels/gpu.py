@@ -42,7 +42,7 @@ def refusal(q, k, v, e, *, score_mod, **_) -> str | None:
 @split_keys
 def fused(q, k, v, e, **arguments):
     """(out, mixed, log-sum-exp (B, Nq, H)) of a normalised call of `tape_attention`."""
-    return flash.fused(forward, backward, INTERPRET, q, k, v, e, **arguments)
+    return flash.fused((forward, backward), INTERPRET, q, k, v, e, **arguments)
 
 
 # --- Tiles ----------------------------------------------------------------------------------------
@@ -117,8 +117,8 @@ def _readable(spec, side, q, k, q_axis):
     return mask
 
 
-# Tiles with a mask come first: with the whole ones first, ptxas finds the accumulators of the second
-# loop moved between registers and runs its wgmma one after the other (C7515).
+# Tiles with a mask come first: after the whole ones, ptxas would find the sums of the second loop
+# moved between registers, and serialize its wgmma (warning C7515).
 
 
 def _key_ranges(spec, tile, i, visited):

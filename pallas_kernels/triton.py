@@ -32,7 +32,7 @@ def refusal(q, k, v, e, **arguments) -> str | None:
 @split_keys
 def fused(q, k, v, e, **arguments):
     """(out, mixed, log-sum-exp (B, Nq, H)) of a normalised call of `tape_attention`."""
-    return flash.fused(forward, gpu.backward, gpu.INTERPRET, q, k, v, e, **arguments)
+    return flash.fused((forward, gpu.backward), gpu.INTERPRET, q, k, v, e, **arguments)
 
 
 def forward(spec, q, k, values, side):

@@ -7,6 +7,7 @@ device sees whole sequences, so that causality by index stays what it was.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +67,8 @@ def sharded_attention(
 
 
 def _extent(mesh, axes):
-    return functools.reduce(lambda n, axis: n * mesh.shape[axis], axes or (), 1)
+    axes = (axes,) if isinstance(axes, str) else axes or ()
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def _trade(arrays, axes, *, split, join):

@@ -1,15 +1,18 @@
 """Eight devices give what one gives, and really share the work."""
 
+import collections
 import math
+import re
 import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tape_jax import ModelConfig, Transformer
+from tape_jax.sharded_attention import sharded_attention
 from tape_jax.sharding import (
     MESH_AXES,
     constrain,
@@ -17,6 +20,7 @@ from tape_jax.sharding import (
     parameter_shardings,
     partition_spec,
 )
+from tests.kernels_on_cpu import run_on_cpu
 from tests.tiny import random_params, tiny, tokens
 from train.data.pipeline import to_device
 from train.mesh import MeshConfig, check_divisible, make_mesh
@@ -50,9 +54,12 @@ def loss_and_gradients(config, params, batch):
         *((name, True, "reference") for name in MESHES),
         ("fsdp=4 tensor=2", False, "xla"),
         ("data=2 fsdp=2 context=2", True, "xla"),
+        ("fsdp=4 tensor=2", True, "pallas"),
+        ("data=2 fsdp=2 context=2", False, "pallas"),
     ],
 )
-def test_loss_and_gradients_equal_one_device(name, scan, attention):
+def test_loss_and_gradients_equal_one_device(name, scan, attention, monkeypatch):
+    run_on_cpu(attention, monkeypatch)
     config = tiny(scan_layers=scan, vocab_size=32, attention=attention)
     params, batch = random_params(config, scale=0.2), example(config)
     loss, grads = jax.jit(lambda p, b: loss_and_gradients(config, p, b))(params, batch)
@@ -70,6 +77,84 @@ def test_loss_and_gradients_equal_one_device(name, scan, attention):
         np.testing.assert_allclose(
             np.asarray(got), want, rtol=0, atol=1e-5 * float(jnp.abs(want).max())
         )
+
+
+COLLECTIVES = "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute"
+
+
+def collectives(mesh, implementation, heads=(8, 4)):
+    """Sharded attention over this mesh equals attention.
+
+    Returns:
+      the collectives in its compiled gradient, and whether gradients lie where their arrays do.
+    """
+    rng = np.random.default_rng(0)
+    shapes = [(8, 16, heads[0], 16), *[(8, 16, heads[1], 16)] * 3]
+    arrays = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+    ids = jnp.asarray(np.sort(rng.integers(0, 3, (8, 16))), jnp.int32)
+
+    def loss(arrays, ids):
+        both = sharded_attention(*arrays, segment_ids=ids, implementation=implementation)
+        return sum((x**2).sum(axis=(1, 2, 3)) for x in both)
+
+    def grad(arrays, ids):  # by row: a sum over rows would be a collective of its own
+        losses, pull = jax.vjp(lambda arrays: loss(arrays, ids), arrays)
+        return losses, pull(jnp.ones_like(losses))[0]
+
+    want = grad(arrays, ids)
+    with jax.set_mesh(mesh):
+        spec = partition_spec(("batch", "length", "kv_heads", None), shapes[1], mesh)
+        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x in arrays]
+        ids = jax.device_put(ids, NamedSharding(mesh, PartitionSpec(spec[0], None)))
+        compiled = jax.jit(grad).lower(placed, ids).compile()
+        got = compiled(placed, ids)
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=2e-5)
+    kept = [a.sharding.is_equivalent_to(b.sharding, 4) for a, b in zip(got[1], placed, strict=True)]
+    text = compiled.as_text()
+    counts = collections.Counter(re.findall(rf"= .*?\b({COLLECTIVES})(?:-start)?\(", text))
+    return dict(counts), all(kept)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla", "pallas", "tpu"])
+def test_attention_stays_where_its_arrays_live(implementation, monkeypatch):
+    """Over rows and heads: forward and backward, values and gradients, without a collective."""
+    run_on_cpu(implementation, monkeypatch)
+    mesh = make_mesh(MeshConfig(data=1, fsdp=4, tensor=2))
+    # The loss of a row sums two outputs over heads, which are cut over "tensor": nothing else.
+    assert collectives(mesh, implementation) == ({"all-reduce": 2}, True)
+    mesh = make_mesh(MeshConfig(data=2, fsdp=4))
+    assert collectives(mesh, implementation) == ({}, True)
+
+
+def test_sequences_cut_over_devices_are_traded_for_heads(monkeypatch):
+    """All-to-alls only: nothing is gathered, nothing but the loss is reduced."""
+    run_on_cpu("pallas", monkeypatch)
+    mesh = make_mesh(MeshConfig(data=2, context=4))
+    found, kept = collectives(mesh, "pallas")
+    assert kept and found.keys() == {"all-reduce", "all-to-all"} and found["all-reduce"] <= 2
+    assert found["all-to-all"] <= 12  # q, k, v, e in and two out, and the same back
+
+
+def test_too_few_heads_to_trade(monkeypatch):
+    """Two heads over four devices of a sequence: gathered, and right."""
+    run_on_cpu("pallas", monkeypatch)
+    found, _ = collectives(make_mesh(MeshConfig(data=2, context=4)), "pallas", heads=(4, 2))
+    assert "all-gather" in found
+
+
+def test_attention_with_a_score_modifier_is_left_to_the_partitioner():
+    mesh = make_mesh(MeshConfig(data=2, tensor=4))
+    slopes = jnp.asarray([0.5, 0.25, 0.1, 0.01])
+    q, k, v = (jnp.asarray(np.random.default_rng(i).normal(size=(4, 16, 4, 8))) for i in range(3))
+
+    def attend(q, k, v):
+        mod = lambda s, i, j: s - slopes[:, None, None] * (i[:, None] - j[None, :])  # noqa: E731
+        return sharded_attention(q, k, v, None, segment_ids=None, score_mod=mod)[0]
+
+    with jax.set_mesh(mesh):
+        sharded = jax.jit(attend)(q, k, v)
+    np.testing.assert_allclose(sharded, attend(q, k, v), atol=1e-6)
 
 
 def test_fsdp_cuts_almost_every_byte():
