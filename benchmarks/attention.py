@@ -41,7 +41,7 @@ Forward and backward hold about five arrays of that size: 10 GiB, which a 16 GB 
 
 ON_CPU = {"lengths": (256, 512, 1024, 2048), "widths": (64,), "heads": (4,), "tokens": 1}
 ON_ACCELERATOR = {
-    "lengths": (1024, 2048, 4096, 8192, 16384),
+    "lengths": (1024, 4096, 16384),
     "widths": (64, 128),
     "heads": (16,),
     "tokens": 16384,
@@ -143,11 +143,6 @@ class Contender:
     attend: Callable[..., Any]
     operands: Callable[..., Sequence[jax.Array]]
     writes_scores: bool = False
-
-    @property
-    def label(self) -> str:
-        """For plots."""
-        return f"{self.name}, {self.call}"
 
 
 def contenders(names: Sequence[str]) -> list[Contender]:
@@ -314,38 +309,39 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
 def draw(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
     """Time against length: a row of panels per heads and width, a column per pass."""
     sizes = sorted({(row["heads"], row["width"]) for row in rows})
-    figure = Figure(figsize=(12, 4.6 * len(sizes)), layout="constrained")
+    colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(_names(rows)))}
+    figure = Figure(figsize=(12, 0.6 + 4.6 * len(sizes)), layout="constrained")
     figure.suptitle(title)
     panels = figure.subplots(len(sizes), len(PASSES), squeeze=False)
-    colours = {
-        name: f"C{i}" for i, name in enumerate(dict.fromkeys(r["implementation"] for r in rows))
-    }
-    for (heads, width), row_of_panels in zip(sizes, panels, strict=True):
+    for size, row_of_panels in zip(sizes, panels, strict=True):
         for name, panel in zip(PASSES, row_of_panels, strict=True):
-            lines: dict[Any, list[Any]] = {}
-            for row in rows:
-                here = (row["heads"], row["width"], row["pass"]) == (heads, width, name)
-                if here and row["seconds"] is not None:
-                    key = row["implementation"], row["call"], row["states"]
-                    lines.setdefault(key, []).append((row["length"], 1e3 * row["seconds"]))
-            for (implementation, call, states), points in lines.items():
-                panel.plot(
-                    *zip(*points, strict=True),
-                    color=colours[implementation],
-                    linestyle="-" if states else "--",
-                    marker="o" if states else "x",
-                    label=f"{implementation}, {call}",
-                )
-            panel.set_xscale("log", base=2)
-            panel.set_yscale("log")
-            panel.set(
-                xlabel="length N",
-                ylabel="ms",
-                title=f"{name.replace('_', ' + ')}, H {heads}, D {width}",
-            )
-            panel.grid(True, which="both", alpha=0.25)
+            here = [r for r in rows if (r["heads"], r["width"], r["pass"]) == (*size, name)]
+            _draw_lines(panel, here, colours)
+            heads, width = size
+            panel.set_title(f"{name.replace('_', ' + ')}, H {heads}, D {width}")
     panels[0, -1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize="small")
     return figure
+
+
+def _names(rows):
+    return [row["implementation"] for row in rows]
+
+
+def _draw_lines(panel, rows, colours):
+    """A line for each implementation and call; solid with position states."""
+    for name in dict.fromkeys(_names(rows)):
+        for states, line, marker in ((True, "-", "o"), (False, "--", "x")):
+            found = [r for r in rows if (r["implementation"], r["states"]) == (name, states)]
+            points = [(r["length"], 1e3 * r["seconds"]) for r in found if r["error"] is None]
+            if points:
+                label = f"{name}, {found[0]['call']}"
+                xs, ys = zip(*points, strict=True)
+                panel.plot(xs, ys, line, color=colours[name], marker=marker, label=label)
+    lengths = sorted({row["length"] for row in rows})
+    panel.set(xscale="log", yscale="log", xlabel="length N", ylabel="ms")
+    panel.set_xticks(lengths, [str(n) for n in lengths])
+    panel.minorticks_off()
+    panel.grid(True, alpha=0.25)
 
 
 def run(benchmark: Benchmark) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def interleaved(
 def _batch(run, finish, shortest):
     """A function that returns the seconds of one of enough queued runs to fill `shortest`."""
     finish(run())
-    count = max(1, math.ceil(shortest / seconds(lambda: finish(run()))))
+    count = max(1, math.ceil(shortest / seconds(lambda: finish(run())))) if shortest else 1
 
     def queued():
         for _ in range(count - 1):

@@ -46,16 +46,17 @@ def sharded_attention(
     if segment_ids is not None:
         segment_ids = jnp.broadcast_to(segment_ids, q.shape[:2])
     rows, length, heads, _ = partition_spec(("batch", "length", "kv_heads", None), k.shape, mesh)
-    context = length if length and _extent(mesh, length) > 1 else None
-    if context and k.shape[2] % (_extent(mesh, heads) * _extent(mesh, context)):
-        context = None
-    whole = PartitionSpec(rows, context, heads, None)
+    if k.shape[2] % (_extent(mesh, heads) * _extent(mesh, length)):
+        length = None
+    # Every axis that can be is named, of size 1 too: over the others the gradient is reduced.
+    whole = PartitionSpec(rows, length, heads, None)
+    trading = _extent(mesh, length) > 1
 
     def body(q, k, v, e, segment_ids):
-        if context:
-            q, k, v, e = _trade((q, k, v, e), context, split=2, join=1)
+        if trading:
+            q, k, v, e = _trade((q, k, v, e), length, split=2, join=1)
         both = tape_attention(q, k, v, e, segment_ids=segment_ids, **arguments)
-        return _trade(both, context, split=1, join=2) if context else both
+        return _trade(both, length, split=1, join=2) if trading else both
 
     return jax.shard_map(
         body,
