@@ -244,7 +244,7 @@ def draw(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
             values = [row[kind].get(name, 0.0) for row in rows]
             places = [i + offset for i in range(len(rows))]
             bars = panel.barh(places, values, 0.4, label=label)
-            panel.bar_label(bars, [f"{x:.3f}" if x else "" for x in values], fontsize="small")
+            panel.bar_label(bars, [f"{x:.3f}" if x else "" for x in values], padding=3)
         panel.axvline(1.0, color="grey", linewidth=0.8)
         panel.set_yticks(range(len(rows)), [row["name"] for row in rows])
         panel.margins(x=0.18)

@@ -101,11 +101,15 @@ def compiled(programs: Mapping[Key, Run]) -> dict[Key, Any]:
     """
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         started = {}
-        for key, lower in programs.items():
-            lowered = attempt(lower)
-            failed = isinstance(lowered, Exception)
-            started[key] = lowered if failed else pool.submit(attempt, lowered.compile)
-        return {key: x if isinstance(x, Exception) else x.result() for key, x in started.items()}
+        try:
+            for key, lower in programs.items():
+                lowered = attempt(lower)
+                failed = isinstance(lowered, Exception)
+                started[key] = lowered if failed else pool.submit(attempt, lowered.compile)
+            return {k: x if isinstance(x, Exception) else x.result() for k, x in started.items()}
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def environment(settings: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import ast
 import logging
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
+import configs
 import pallas_kernels
+from benchmarks.fit import Fit, experiment, lower_step
 from pallas_kernels import decode, flash, gpu, implementations, tape_attention, tiles
 from pallas_kernels.implementations import IMPLEMENTATIONS, Implementation
 from pallas_kernels.tiles import Tile, Tiles
@@ -142,6 +145,83 @@ def test_every_pallas_call_says_how_it_is_compiled():
     assert calls
     for call in calls:
         assert "compiler_params" in {keyword.arg for keyword in call.keywords}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "products"),
+    [("forward", 3), ("keys", 6), ("queries", 4)],
+)
+def test_each_kernel_computes_its_scores_once(kernel, products):
+    """Matrix products of one tile: scores once, and what each of two streams needs.
+
+    forward: q k, P v, P e. keys: k q, P do, P de, v do, e de, dS q. queries: q k, do v, de e, dS k.
+    Three separate calls would compute scores three times in each.
+    """
+    arrays, ids = shapes(None, 64, n=128)
+    jaxpr = jax.make_jaxpr(gradient("pallas", causal=False))(arrays, ids)
+    bodies = {
+        eqn.params["name"]: eqn.params["jaxpr"]
+        for eqn in _equations(jaxpr.jaxpr)
+        if eqn.primitive.name == "pallas_call"
+    }
+    assert len(bodies) == 3
+    names = [eqn.primitive.name for eqn in _equations(bodies[f"tape_attention_{kernel}"])]
+    assert names.count("dot_general") == products
+    assert names.count("exp2") == (2 if kernel == "forward" else 1)  # forward: the sums shrink
+
+
+def _equations(jaxpr):
+    """All equations, those of loops and calls within included."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, list | tuple) else [value]:
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from _equations(inner)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("remat", "forwards"), [("none", 1), ("attention", 1), ("full", 2)])
+def test_kernels_of_a_training_step(remat, forwards):
+    """Each kernel once a layer; the forward again only where a policy keeps nothing of it."""
+    device("h200")
+    layers = 2
+    small = {"hidden_size": 128, "intermediate_size": 128, "num_heads": 2, "vocab_size": 64}
+    config = experiment("tape", 2, Fit(layers=layers, remat=remat), **small)
+    # JAX keeps every pallas_call there is; XLA drops those that nobody reads.
+    text = lower_step(config, 256, "h200").compile().as_text()
+    counts = [
+        len(re.findall(rf"custom-call\(.*tape_attention_{kernel}", text))
+        for kernel in tiles.KERNELS
+    ]
+    assert counts == [forwards * layers, layers, layers]
+
+
+@pytest.mark.aot
+def test_memory_of_a_training_step_is_linear_in_the_length():
+    """On an H200 one sequence of 8,192 takes what eight of 1,024 take."""
+    device("h200")
+    small = {"vocab_size": 64}
+    long, short = (
+        lower_step(experiment("tape", batch, Fit(layers=1), **small), length, "h200")
+        .compile()
+        .memory_analysis()
+        for batch, length in ((1, 8192), (8, 1024))
+    )
+    assert abs(long.temp_size_in_bytes / short.temp_size_in_bytes - 1) < 0.02
+
+
+@pytest.mark.parametrize("name", configs.names())
+def test_every_shipped_model_has_a_fused_path_on_each_accelerator(name):
+    model = configs.get(name).model
+    q, k = (
+        jnp.zeros((1, 16, h, model.head_width), "bfloat16")
+        for h in (model.num_heads, model.kv_heads)
+    )
+    call = {"causal": True, "order": None, "segment_ids": None, "scale": 1.0, "score_mod": None}
+    for fused in ("pallas", "tpu"):
+        assert IMPLEMENTATIONS[fused].refusal(q, k, k, k, **call) is None
 
 
 # --- TPU ------------------------------------------------------------------------------------------

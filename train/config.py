@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import tyro
 
+from pallas_kernels import IMPLEMENTATIONS
 from tape_jax import ModelConfig, positions
 from tape_jax.errors import check_choices, unknown
 from train.data.addition import Addition
@@ -67,6 +68,7 @@ class TrainConfig:
             raise ValueError("model.dtype='float16' needs loss scaling; train in 'bfloat16'")
         if type(self.task) is not TASKS.get(self.task.name):
             raise ValueError(unknown("task.name", self.task.name, TASKS))
+        check_platform(self.model)
         check_choices(self.task, "task")
         check_choices(self.optimizer, "optimizer")
         self.task.validate()
@@ -89,6 +91,17 @@ class TrainConfig:
                 f"batch_size={self.batch_size} must be a multiple of the {jax.process_count()}"
                 " processes"
             )
+
+
+def check_platform(model: ModelConfig) -> None:
+    """Raises ValueError when `model.attention` names what does not run on this machine."""
+    here, name = jax.default_backend(), model.attention
+    if name is not None and here not in IMPLEMENTATIONS[name].platforms:
+        able = ", ".join(n for n, one in IMPLEMENTATIONS.items() if here in one.platforms)
+        raise ValueError(
+            f"model.attention={name!r} runs on {' and '.join(IMPLEMENTATIONS[name].platforms)},"
+            f" and this is a {here}: use one of {able}, or leave it None"
+        )
 
 
 def to_dict(config: TrainConfig) -> dict[str, Any]:

@@ -83,14 +83,16 @@ def devices(name: str, count: int = 1) -> Sequence[jax.Device]:
 
 
 def lower(name: str, function: Callable, *arguments):
-    """`jax.jit(function)` lowered for abstract arguments that are sharded over `devices(name)`."""
+    """A function, jitted if it is not yet, lowered for arguments sharded over `devices(name)`."""
+    jitted = function if hasattr(function, "trace") else jax.jit(function)
     with contextlib.ExitStack() as stack:
-        if TARGETS[name].platform == "cuda" and hasattr(jax.sharding, "AbstractDevice"):
+        on_gpu = TARGETS[name].platform == "cuda" and hasattr(jax.sharding, "AbstractDevice")
+        if on_gpu and jax.sharding.get_abstract_mesh().empty:
             # From jax 0.11 on Pallas asks the mesh at hand which GPU it lowers for.
             device = jax.sharding.AbstractDevice("NVIDIA H200", 132, "gpu")
             mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
             stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
-        return jax.jit(function).trace(*arguments).lower()
+        return jitted.trace(*arguments).lower()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -66,6 +66,10 @@ def test_command_line_sets_any_field(tmp_path):
         ({"steps": 0}, "steps=0 must be >= 1"),
         ({"save_every": 0}, "save_every=0"),
         ({"model": ModelConfig(dtype="float16")}, "needs loss scaling"),
+        (
+            {"model": ModelConfig(attention="pallas")},
+            r"model.attention='pallas' runs on gpu, and this is a cpu: use one of reference, xla",
+        ),
         ({"model": ModelConfig(vocab_size=18)}, r"vocab_size=18 must be >= 19"),
         ({"task": Addition(name="adition")}, r"unknown task.name 'adition'; did you mean addition"),
         ({"task": Addition(length_sampling="buckets")}, "did you mean bucket"),
