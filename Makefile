@@ -4,7 +4,7 @@ BIN := .venv/bin
 WORKDIR ?= runs/addition-demo
 WORKERS ?= auto
 
-.PHONY: demo test quick lint format clean
+.PHONY: demo test quick kernels lint format clean
 
 demo: .venv/train  ## Train TAPE to add numbers on this machine (minutes on two CPU cores)
 	$(BIN)/python -m train.pretrain --config addition-demo --workdir $(WORKDIR)
@@ -14,6 +14,8 @@ test: .venv/dev  ## Every test that needs no accelerator
 
 quick: .venv/dev  ## Without the tests that start whole runs or need eight devices
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 -m "not slow and not multidevice"
+
+kernels: .venv/kernels  ## What the tests of kernels need to compile for and to interpret (else skipped)
 
 lint: .venv/dev
 	$(BIN)/ruff check .
@@ -39,6 +41,11 @@ format: .venv/dev
 
 .venv/dev: .venv/train pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+# Torch for Triton's interpreter: the version whose wheel for CPUs needs no CUDA libraries.
+.venv/kernels: .venv/dev pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable ".[aot,triton]" "torch==2.13.0"
 	touch $@
 
 clean:

@@ -151,9 +151,10 @@ def _attend_backward(spec, residuals, cotangents):
     """
     q, k, values, side, outs, lse = residuals
     d_outs, d_lse = cotangents
-    pairs = zip(d_outs, outs, strict=True)
-    products = [(d.astype(jnp.float32) * x.astype(jnp.float32)).sum(axis=-1) for d, x in pairs]
-    delta = sum(products).swapaxes(1, 2) - d_lse
+    delta = -d_lse
+    for d_out, out in zip(d_outs, outs, strict=True):
+        product = d_out.astype(jnp.float32) * out.astype(jnp.float32)
+        delta += product.sum(axis=-1).swapaxes(1, 2)
     _, backward = spec.kernels
     dq, dk, d_values = backward(spec, q, k, values, side, d_outs, lse, delta)
     return dq, dk, d_values, None

@@ -111,10 +111,8 @@ def _readable(spec, side, q, k, q_axis):
             as_q(_load_row(side.q_segment, q)),
             as_k(_load_row(side.k_segment, k, other=-1)),
         )
-    mask = as_q(q.index) >= as_k(k.index) if spec.causal else None
-    if k.valid is not None:
-        mask = as_k(k.valid) if mask is None else mask & as_k(k.valid)
-    return mask
+    mask = True if k.valid is None else as_k(k.valid)
+    return mask & (as_q(q.index) >= as_k(k.index)) if spec.causal else mask
 
 
 # Tiles with a mask come first: after the whole ones, ptxas would find the sums of the second loop
@@ -226,11 +224,8 @@ def _keys_kernel(
             probs = jnp.exp2(_dot(k, q, trans_b=True) * (spec.scale * LOG2_E) - lse[None] * LOG2_E)
             if masked:
                 probs = jnp.where(_readable(spec, side, rows, columns, 1), probs, 0.0)
-            low, d_probs, d_next = (
-                probs.astype(q.dtype),
-                -_load_row(delta_ref, rows, head)[None],
-                [],
-            )
+            low, d_next = probs.astype(q.dtype), []
+            d_probs = -_load_row(delta_ref, rows, head)[None]
             for ref, width, value, acc in zip(d_refs, widths.values, values, d_values, strict=True):
                 d_out = _load(ref, rows, width, head)
                 d_next.append(acc + _dot(low, d_out))

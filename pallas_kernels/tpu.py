@@ -41,7 +41,7 @@ def splashed(q, k, v, e, *, causal, order, segment_ids, scale, score_mod):
     n_q, n_k = q.shape[1], k.shape[1]
     rows, columns = (-(-n // LANES) * LANES for n in (n_q, n_k))
     stream = v if e is None else jnp.concatenate([v, e], axis=-1)
-    out = jax.vmap(_kernel(q.shape[2], rows, columns, causal))(
+    out: jax.Array = jax.vmap(_kernel(q.shape[2], rows, columns, causal))(
         _by_head(q * jnp.asarray(scale, q.dtype), rows),
         _by_head(k, columns),
         _by_head(stream, columns),

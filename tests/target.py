@@ -11,3 +11,11 @@ def device(name):
         return targets.devices(name)[0]
     except RuntimeError as error:
         pytest.skip(str(error))
+
+
+def kernels(lowered, name="h200"):
+    """`targets.kernels` of the attention; skips the test where no PTX can be had."""
+    try:
+        return targets.kernels(name, lowered, "tape_attention")
+    except RuntimeError as error:
+        pytest.skip(str(error))

@@ -7,6 +7,7 @@ it takes and what its kernels use do not.
 
 import contextlib
 import dataclasses
+import importlib.util
 import os
 import pathlib
 import re
@@ -16,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 
 import jax
+import jaxlib
 from jax.experimental import topologies
 
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # libtpu else asks a cloud's metadata server
@@ -119,15 +121,17 @@ def kernels(name: str, lowered, prefix: str) -> dict[str, Kernel]:
     """Compiles for a GPU and reports the kernels whose names start with `prefix`.
 
     Raises:
-      RuntimeError: no ptxas on PATH or in the triton package.
+      RuntimeError: no ptxas, or a jaxlib that does not dump PTX (0.12).
     """
     with tempfile.TemporaryDirectory() as folder:
         lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
         dumped = pathlib.Path(folder)
         thunks = "\n".join(p.read_text() for p in dumped.glob("*thunk_sequence.txt"))
         shared = dict(re.findall(rf"({prefix}\w*) grid.*shared_memory: (\d+) bytes", thunks))
-        found = {}
-        for path in dumped.glob("*.ptx"):
+        found, assembly = {}, list(dumped.glob("*.ptx"))
+        if not assembly:
+            raise RuntimeError(f"jaxlib {jaxlib.__version__} dumped no PTX to look into")
+        for path in assembly:
             entries = re.split(rf"\.entry (?={prefix})", path.read_text())[1:]
             code = {entry.split("(")[0]: entry.split(".entry ")[0] for entry in entries}
             for kernel, report in _ptxas(path, TARGETS[name].architecture).items() if code else ():
@@ -160,12 +164,10 @@ def _ptxas(path, architecture):
 
 
 def _find_ptxas() -> str:
+    spec = importlib.util.find_spec("nvidia")  # where nvidia-cuda-nvcc puts its programs
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        if found := shutil.which("ptxas", path=str(pathlib.Path(folder) / "cu13/bin")):
+            return found
     if found := shutil.which("ptxas"):
         return found
-    with contextlib.suppress(ImportError):
-        import triton
-
-        bundled = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-        if bundled.exists():
-            return str(bundled)
     raise RuntimeError('no ptxas: pip install "tape-jax[aot]", or put one on PATH')
