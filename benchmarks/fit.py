@@ -125,10 +125,13 @@ def show(results: dict[str, dict[str, dict[str, float]]], fit: Fit) -> None:
 def main() -> None:
     """The command."""
     fit = tyro.cli(Fit, description=__doc__)
-    results = {
-        f"{batch} x {length}": {p: measure(p, batch, length, fit) for p in POSITIONS}
-        for batch, length in fit.shapes
-    }
+    try:
+        results = {
+            f"{batch} x {length}": {p: measure(p, batch, length, fit) for p in POSITIONS}
+            for batch, length in fit.shapes
+        }
+    except (ModuleNotFoundError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from None
     show(results, fit)
     if fit.output is not None:
         fit.output.write_text(json.dumps(results, indent=2) + "\n")

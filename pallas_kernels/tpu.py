@@ -41,13 +41,13 @@ def splashed(q, k, v, e, *, causal, order, segment_ids, scale, score_mod):
     n_q, n_k = q.shape[1], k.shape[1]
     rows, columns = (-(-n // LANES) * LANES for n in (n_q, n_k))
     stream = v if e is None else jnp.concatenate([v, e], axis=-1)
-    out: jax.Array = jax.vmap(_kernel(q.shape[2], rows, columns, causal))(
+    out = jax.vmap(_kernel(q.shape[2], rows, columns, causal))(
         _by_head(q * jnp.asarray(scale, q.dtype), rows),
         _by_head(k, columns),
         _by_head(stream, columns),
         _segments(q.shape[0], n_q, n_k, rows, columns, causal, segment_ids),
     )
-    out = out.swapaxes(1, 2)[:, :n_q]
+    out = jnp.asarray(out).swapaxes(1, 2)[:, :n_q]
     if segment_ids is not None:  # a row of padding averages everything there; ours reads nothing
         out = jnp.where((segment_ids[0] >= 0)[:, :, None, None], out, 0)
     return out[..., : v.shape[3]], None if e is None else out[..., v.shape[3] :], None

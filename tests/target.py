@@ -9,7 +9,7 @@ def device(name):
     """One device of this kind; skips the test where its plugin is missing."""
     try:
         return targets.devices(name)[0]
-    except RuntimeError as error:
+    except ModuleNotFoundError as error:
         pytest.skip(str(error))
 
 

@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import IMPLEMENTATIONS, tape_attention
+from pallas_kernels import IMPLEMENTATIONS, tape_attention, tiles
 from pallas_kernels.reference import LOWEST
+from pallas_kernels.tiles import Tile, Tiles
 from tests.kernels_on_cpu import run_on_cpu
 
-LENGTHS = [1, 7, 16, 63, 65, 128, 200]
+LENGTHS = [1, 7, 16, 63, 65, *(pytest.param(n, marks=pytest.mark.slow) for n in (128, 200))]
+WIDTHS = [16, 48, 64, 128, *(pytest.param(w, marks=pytest.mark.slow) for w in (32, 72, 80, 96))]
 
 REFUSED = {
     "score_mod": {"pallas", "triton", "cudnn", "tpu"},
@@ -136,7 +138,7 @@ def test_lengths(attend, n, causal):
     check(attend, inputs(n, n), mask, causal=causal)
 
 
-@pytest.mark.parametrize("width", [16, 32, 48, 64, 72, 80, 96, 128])
+@pytest.mark.parametrize("width", WIDTHS)
 def test_widths(attend, width):
     check(attend, inputs(40, 40, width=width, e_width=width), causal_mask(40))
 
@@ -249,7 +251,7 @@ def test_log_sum_exp_and_its_gradient(attend):
         def lse(q, k, pair=pair):
             return attend.log_sum_exp(q, k, v, e, segment_ids=pair, scale=0.25)
 
-        got = lse(*map(jnp.asarray, (q, k)))
+        got = jax.jit(lse)(q, k)
         if attend.name in ("cudnn", "tpu"):  # their libraries keep it
             assert got is None
             continue
@@ -261,7 +263,8 @@ def test_log_sum_exp_and_its_gradient(attend):
         assert relative_rms(np.asarray(got)[~empty], want[~empty]) < 2e-6
 
         weight = np.random.default_rng(2).normal(size=want.shape) * ~empty
-        dq, dk = jax.grad(lambda q, k, w=weight: (lse(q, k) * w).sum(), argnums=(0, 1))(q, k)
+        loss = lambda q, k, w=weight: (lse(q, k) * w).sum()  # noqa: E731
+        dq, dk = jax.jit(jax.grad(loss, argnums=(0, 1)))(q, k)
         # <P k, w> as an attention that mixes k, and its transpose.
         (pk, *_), _ = truth(q, k, k, e, mask, 0.25, none, none)
         assert relative_rms(dq, 0.25 * weight[..., None] * pk) < 5e-6
@@ -272,24 +275,33 @@ def test_log_sum_exp_and_its_gradient(attend):
 def test_transformations(attend):
     """jit, vmap, grad of checkpoint, and scan give what the plain call gives."""
     q, k, v, e, d_out, _ = map(jnp.asarray, inputs(40, 40))
+    one = lambda *row: attend(*(x[None] for x in row))  # noqa: E731
     plain = attend(q, k, v, e)
-    grad = jax.grad(lambda *a: (attend(*a)[0] * d_out).sum(), argnums=(0, 1, 2, 3))
-    gradients = grad(q, k, v, e)
-    kept = jax.grad(jax.checkpoint(lambda *a: (attend(*a)[0] * d_out).sum()), argnums=(0, 1, 2, 3))(
-        q, k, v, e
-    )
-    rows = jax.vmap(lambda *row: attend(*(x[None] for x in row)))(q, k, v, e)
-    _, scanned = jax.lax.scan(lambda c, row: (c, attend(*(x[None] for x in row))), 0, (q, k, v, e))
-    jitted = jax.jit(attend)(q, k, v, e)
-    for a, b, c, d in zip(plain, jitted, rows, scanned, strict=True):
-        for other in (b, c[:, 0], d[:, 0]):
-            np.testing.assert_allclose(other, a, atol=2e-6)
-    for a, b in zip(gradients, kept, strict=True):
+    for other in (
+        jax.jit(attend)(q, k, v, e),
+        jax.tree.map(lambda x: x[:, 0], jax.jit(jax.vmap(one))(q, k, v, e)),
+        jax.tree.map(
+            lambda x: x[:, 0],
+            jax.jit(lambda *rows: jax.lax.scan(lambda c, row: (c, one(*row)), 0, rows)[1])(
+                q, k, v, e
+            ),
+        ),
+    ):
+        for a, b in zip(plain, other, strict=True):
+            np.testing.assert_allclose(b, a, atol=2e-6)
+
+    def gradients(function):
+        loss = lambda *a: (function(*a)[0] * d_out).sum()  # noqa: E731
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(q, k, v, e)
+
+    for a, b in zip(gradients(attend), gradients(jax.checkpoint(attend)), strict=True):
         np.testing.assert_allclose(b, a, atol=2e-5)
 
 
 @pytest.mark.slow
-def test_a_thousand(attend):
+def test_a_thousand(attend, monkeypatch):
+    large = Tile(128, 64, 4, 1)
+    monkeypatch.setattr(tiles, "choose", lambda *_: Tiles(large, large, large))
     check(attend, inputs(1000, 1000, batch=1), causal_mask(1000, 1))
 
 

@@ -186,17 +186,28 @@ def _equations(jaxpr):
 @pytest.mark.parametrize(("remat", "forwards"), [("none", 1), ("attention", 1), ("full", 2)])
 def test_kernels_of_a_training_step(remat, forwards):
     """Each kernel once a layer; the forward again only where a policy keeps nothing of it."""
-    device("h200")
-    layers = 2
-    small = {"hidden_size": 128, "intermediate_size": 128, "num_heads": 2, "vocab_size": 64}
-    config = experiment("tape", 2, Fit(layers=layers, remat=remat), **small)
     # JAX keeps every pallas_call there is; XLA drops those that nobody reads.
-    text = lower_step(config, 256, "h200").compile().as_text()
+    text = compiled_step("h200", remat).as_text()
     counts = [
         len(re.findall(rf"custom-call\(.*tape_attention_{kernel}", text))
         for kernel in tiles.KERNELS
     ]
-    assert counts == [forwards * layers, layers, layers]
+    assert counts == [2 * forwards, 2, 2]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("remat", "forwards"), [("attention", 1), ("full", 2)])
+def test_kernels_of_a_training_step_on_a_tpu(remat, forwards):
+    text = compiled_step("v5e", remat).as_text()
+    assert len(re.findall(r'custom_call_target="tpu_custom_call"', text)) == 2 * (forwards + 2)
+
+
+def compiled_step(name, remat):
+    """A training step of two small layers, compiled."""
+    device(name)
+    small = {"hidden_size": 64, "intermediate_size": 64, "num_heads": 1, "vocab_size": 64}
+    fit = Fit(target=name, layers=2, remat=remat)
+    return lower_step(experiment("tape", 1, fit, **small), 128, name).compile()
 
 
 @pytest.mark.aot

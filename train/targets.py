@@ -20,7 +20,9 @@ import jax
 import jaxlib
 from jax.experimental import topologies
 
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # libtpu else asks a cloud's metadata server
+# libtpu else asks a cloud's metadata server, and locks a TPU that nobody here touches.
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 _H200 = """
 gpu_device_info {
@@ -46,20 +48,22 @@ class Target:
 
     Attributes:
       platform: "cuda" or "tpu".
+      plugin: the package that compiles for it.
       topology: the smallest that holds the devices asked for, by their count.
       architecture: as ptxas names it; None for TPUs.
     """
 
     platform: str
+    plugin: str
     topology: Callable[[int], str]
     description: str | None = None
     architecture: str | None = None
 
 
 TARGETS = {
-    "h200": Target("cuda", lambda n: f"1x{n}x1", _H200, "sm_90a"),
-    "v5e": Target("tpu", lambda n: "v5e:2x2" if n <= 4 else "v5e:4x4"),
-    "v5p": Target("tpu", lambda n: "v5p:2x2x1" if n <= 4 else "v5p:2x2x4"),
+    "h200": Target("cuda", "jax_cuda13_plugin", lambda n: f"1x{n}x1", _H200, "sm_90a"),
+    "v5e": Target("tpu", "libtpu", lambda n: "v5e:2x2" if n <= 4 else "v5e:4x4"),
+    "v5p": Target("tpu", "libtpu", lambda n: "v5p:2x2x1" if n <= 4 else "v5p:2x2x4"),
 }
 
 
@@ -67,20 +71,19 @@ def devices(name: str, count: int = 1) -> Sequence[jax.Device]:
     """`count` described devices of this kind.
 
     Raises:
-      RuntimeError: a plugin is missing; names the extra that brings it.
+      ModuleNotFoundError: the plugin is missing; names the extra that brings it.
     """
     target = TARGETS[name]
+    if importlib.util.find_spec(target.plugin) is None:
+        raise ModuleNotFoundError(
+            f'compiling for {name} needs {target.plugin}: pip install "tape-jax[aot]"'
+        )
     shape = target.topology(count)
     if target.platform == "cuda":
         where = {"topology_name": "", "topology": shape, "target_config": target.description}
     else:
         where = {"topology_name": shape}
-    try:
-        topology = topologies.get_topology_desc(platform=target.platform, **where)
-    except Exception as error:
-        raise RuntimeError(
-            f'compiling for {name} needs its plugin: pip install "tape-jax[aot]" ({error})'
-        ) from error
+    topology = topologies.get_topology_desc(platform=target.platform, **where)
     return topology.devices[:count]
 
 
