@@ -276,17 +276,11 @@ def test_transformations(attend):
     """jit, vmap, grad of checkpoint, and scan give what the plain call gives."""
     q, k, v, e, d_out, _ = map(jnp.asarray, inputs(40, 40))
     one = lambda *row: attend(*(x[None] for x in row))  # noqa: E731
+    scan = lambda *rows: jax.lax.scan(lambda c, row: (c, one(*row)), 0, rows)[1]  # noqa: E731
     plain = attend(q, k, v, e)
-    for other in (
-        jax.jit(attend)(q, k, v, e),
-        jax.tree.map(lambda x: x[:, 0], jax.jit(jax.vmap(one))(q, k, v, e)),
-        jax.tree.map(
-            lambda x: x[:, 0],
-            jax.jit(lambda *rows: jax.lax.scan(lambda c, row: (c, one(*row)), 0, rows)[1])(
-                q, k, v, e
-            ),
-        ),
-    ):
+    jitted = jax.jit(attend)(q, k, v, e)
+    by_row = [jax.jit(f)(q, k, v, e) for f in (jax.vmap(one), scan)]
+    for other in (jitted, *([x[:, 0] for x in rows] for rows in by_row)):
         for a, b in zip(plain, other, strict=True):
             np.testing.assert_allclose(b, a, atol=2e-6)
 

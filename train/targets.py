@@ -127,7 +127,13 @@ def kernels(name: str, lowered, prefix: str) -> dict[str, Kernel]:
       RuntimeError: no ptxas, or a jaxlib that does not dump PTX (0.12).
     """
     with tempfile.TemporaryDirectory() as folder:
-        lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+        lowered.compile(
+            compiler_options={
+                "xla_dump_to": folder,
+                "xla_dump_hlo_as_text": True,
+                "xla_backend_optimization_level": 3,  # the default, whatever XLA_FLAGS says
+            }
+        )
         dumped = pathlib.Path(folder)
         thunks = "\n".join(p.read_text() for p in dumped.glob("*thunk_sequence.txt"))
         shared = dict(re.findall(rf"({prefix}\w*) grid.*shared_memory: (\d+) bytes", thunks))
