@@ -83,7 +83,7 @@ def _forward(spec, q, k, values, side, visited):
 
 def launch(*arrays, out_shape, grid, num_warps, num_stages, **constants):
     """Run the kernel over `grid`: arrays, outputs and constants are its parameters in order."""
-    import jax_triton
+    import jax_triton  # pyrefly: ignore[missing-import]
 
     from pallas_kernels.triton_kernel import forward_kernel
 
