@@ -4,7 +4,6 @@ Letters: B batch, N sequence, D head dim, H query heads, K key/value heads, G = 
 De width of e.
 """
 
-import jax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.implementations import (
@@ -12,6 +11,7 @@ from pallas_kernels.implementations import (
     PREFERENCE,
     ScoreMod,
     first_that_compiles,
+    platform,
 )
 
 SMALL = 64 * 64
@@ -82,11 +82,11 @@ def tape_attention(
 
 def _choose(arrays, arguments):
     """What suits the platform and can honour every argument."""
-    platform = jax.default_backend()
+    here = platform()
     n_q, n_k = arrays[0].shape[1], arrays[1].shape[1]
-    if n_q * n_k <= SMALL or (n_q <= FEW and platform != "gpu"):
+    if n_q * n_k <= SMALL or (n_q <= FEW and here != "gpu"):
         return "reference"
-    return first_that_compiles(PREFERENCE.get(platform, ("xla",)), arrays, arguments)
+    return first_that_compiles(PREFERENCE.get(here, ("xla",)), arrays, arguments)
 
 
 def _check(q, k, v, e):

@@ -94,7 +94,6 @@ def _store(ref, strip, width, tile):
 
 def _dot(a, b, **transposed):
     """a b summed in float32; float32 factors are not rounded to tf32."""
-    precise = False if a.dtype == jnp.float32 else None
     precise = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return plt.dot(a, b, precision=precise, **transposed)
 
@@ -123,12 +122,12 @@ def _key_ranges(spec, tile, i, visited):
     """(start, stop, masked) of the key tiles that query tile i reads."""
     if visited is not None:
         return ((visited[0], visited[1], True),)
-    whole, tiles = spec.n_k // tile.block_k, pl.cdiv(spec.n_k, tile.block_k)
+    whole, count = spec.n_k // tile.block_k, pl.cdiv(spec.n_k, tile.block_k)
     if not spec.causal:
-        ragged = ((whole, tiles, True),) if whole < tiles else ()
+        ragged = ((whole, count, True),) if whole < count else ()
         return (*ragged, (0, whole, False))
     full = jnp.minimum(lax.div(i * tile.block_q + 1, tile.block_k), whole)
-    end = jnp.minimum(lax.div((i + 1) * tile.block_q - 1, tile.block_k) + 1, tiles)
+    end = jnp.minimum(lax.div((i + 1) * tile.block_q - 1, tile.block_k) + 1, count)
     return ((full, end, True), (0, full, False))
 
 
@@ -136,20 +135,19 @@ def _query_ranges(spec, tile, j, visited):
     """(start, stop, masked) of the query tiles that read key tile j."""
     if visited is not None:
         return ((visited[0], visited[1], True),)
-    tiles = pl.cdiv(spec.n_q, tile.block_q)
+    count = pl.cdiv(spec.n_q, tile.block_q)
     if not spec.causal:
-        return ((0, tiles, False),)
-    first = jnp.minimum(lax.div(j * tile.block_k, tile.block_q), tiles)
+        return ((0, count, False),)
+    first = jnp.minimum(lax.div(j * tile.block_k, tile.block_q), count)
     last_key = (j + 1) * tile.block_k - 1
-    full = jnp.minimum(lax.div(last_key + tile.block_q - 1, tile.block_q), tiles)
-    return ((first, full, True), (full, tiles, False))
+    full = jnp.minimum(lax.div(last_key + tile.block_q - 1, tile.block_q), count)
+    return ((first, full, True), (full, count, False))
 
 
 def _loop(ranges, body, carry):
     """body(tile, carry, masked) over all ranges."""
     for start, stop, masked in ranges:
-        step = functools.partial(lambda t, c, masked: body(t, c, masked), masked=masked)
-        carry = lax.fori_loop(start, stop, step, carry)
+        carry = lax.fori_loop(start, stop, functools.partial(body, masked=masked), carry)
     return carry
 
 

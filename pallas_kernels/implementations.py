@@ -56,6 +56,14 @@ PREFERENCE = {"gpu": ("pallas", "xla"), "tpu": ("tpu", "xla"), "cpu": ("xla",)}
 """What implementation=None tries, in order; the last of each honours everything."""
 
 
+def platform() -> str:
+    """Where JAX computes unless told otherwise: "cpu", "gpu" or "tpu"."""
+    device = getattr(
+        jax.config, "jax_default_device", None
+    )  # a device, its platform's name, or None
+    return getattr(device, "platform", device) or jax.default_backend()
+
+
 def first_that_compiles(names: Sequence[str], arrays, arguments) -> str:
     """The first of `names` that honours the call and compiles here, forward and backward.
 

@@ -343,7 +343,9 @@ def test_the_forward_is_not_repeated_when_its_outputs_are_kept():
         ({"v": (2, 4, 2, 8)}, "v .* and k"),
         ({"e": (2, 5, 1, 8)}, "e .* and k"),
         ({"q": (2, 5, 3, 8)}, "query heads"),
+        ({"q": (2, 0, 4, 8)}, "q .* is empty"),
         ({"segment_ids": (2, 6)}, "segment_ids"),
+        ({"segment_ids": (3, 5)}, r"segment_ids \(query side\) must be \(2 or 1, 5\)"),
         ({"positions": (5,)}, "positions"),
         ({"implementation": "referenc"}, "implementation='referenc' is unknown"),
     ],
@@ -358,3 +360,11 @@ def test_arguments_that_do_not_fit(change, names):
     }
     with pytest.raises(ValueError, match=names):
         tape_attention(**arguments)
+
+
+@pytest.mark.parametrize("name", ["k", "v", "e"])
+def test_dtypes_that_do_not_fit(name):
+    arrays = {x: jnp.zeros((1, 4, 2, 8), jnp.float32) for x in ("q", "k", "v", "e")}
+    arrays[name] = arrays[name].astype(jnp.bfloat16)
+    with pytest.raises(ValueError, match=f"{name} is bfloat16 and q float32: cast them"):
+        tape_attention(**arrays)

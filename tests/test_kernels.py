@@ -397,6 +397,12 @@ def test_without_a_name_what_refuses_is_not_tried(prefer, monkeypatch):
     assert tape_attention(x, x, x, x)[0].shape == x.shape
 
 
+@pytest.mark.parametrize("device", ["cpu", None, jax.devices("cpu")[0]])
+def test_the_platform_is_that_of_the_default_device(device):
+    with jax.default_device(device):
+        assert implementations.platform() == "cpu"
+
+
 def test_choosing_survives_a_trace_within_a_mesh(prefer, caplog):
     """Trial compilation happens apart from the trace, mesh and shard_map it is asked from."""
     prefer(IMPLEMENTATIONS["reference"].attend)
