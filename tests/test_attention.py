@@ -12,8 +12,19 @@ from pallas_kernels.reference import LOWEST
 from pallas_kernels.tiles import Tile, Tiles
 from tests.kernels_on_cpu import run_on_cpu
 
-LENGTHS = [1, 7, 16, 63, 65, *(pytest.param(n, marks=pytest.mark.slow) for n in (128, 200))]
-WIDTHS = [16, 48, 64, 128, *(pytest.param(w, marks=pytest.mark.slow) for w in (32, 72, 80, 96))]
+
+def mostly_slow(values, quick):
+    """Parameters, of which only some run in a quick round."""
+
+    def param(x):
+        marks = () if x in quick else pytest.mark.slow
+        return pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=marks)
+
+    return [param(x) for x in values]
+
+
+LENGTHS = mostly_slow([1, 7, 16, 63, 65, 128, 200], quick=[1, 65])
+WIDTHS = mostly_slow([16, 32, 48, 64, 72, 80, 96, 128], quick=[48, 128])
 
 REFUSED = {
     "score_mod": {"pallas", "triton", "cudnn", "tpu"},
@@ -131,11 +142,14 @@ def causal_mask(n, batch=2):
     return np.broadcast_to(np.tri(n, dtype=bool), (batch, n, n))
 
 
-@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("n", LENGTHS)
-def test_lengths(attend, n, causal):
-    mask = causal_mask(n) if causal else np.ones((2, n, n), bool)
-    check(attend, inputs(n, n), mask, causal=causal)
+def test_lengths(attend, n):
+    check(attend, inputs(n, n), causal_mask(n))
+
+
+@pytest.mark.parametrize("n", mostly_slow([7, 65, 200], quick=[65]))
+def test_lengths_without_causality(attend, n):
+    check(attend, inputs(n, n), np.ones((2, n, n), bool), causal=False)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -143,7 +157,9 @@ def test_widths(attend, width):
     check(attend, inputs(40, 40, width=width, e_width=width), causal_mask(40))
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (3, 1), (8, 2)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads"), mostly_slow([(4, 4), (3, 1), (8, 2)], quick=[(3, 1)])
+)
 def test_grouped_queries(attend, heads, kv_heads):
     check(attend, inputs(50, 50, heads=heads, kv_heads=kv_heads, e_width=8), causal_mask(50))
 
