@@ -63,7 +63,7 @@ def main() -> None:
     for width in settings.widths:
         try:
             found = report(width, settings)
-        except (ImportError, RuntimeError, ValueError) as error:
+        except (ImportError, targets.NoReportError, ValueError) as error:
             raise SystemExit(f"error: {error}") from None
         chosen = tiles.choose(width, width, settings.dtype, "9.0")
         for name in tiles.KERNELS:

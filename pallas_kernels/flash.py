@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import tiles
-from pallas_kernels.reference import LOWEST as LOWEST
 from pallas_kernels.tiles import Tiles
 
 LOG2_E = math.log2(math.e)

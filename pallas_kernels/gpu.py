@@ -19,7 +19,8 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import flash, tiles
 from pallas_kernels.decode import split_keys
-from pallas_kernels.flash import LOG2_E, LOWEST, readable, visits
+from pallas_kernels.flash import LOG2_E, readable, visits
+from pallas_kernels.reference import LOWEST
 
 INTERPRET = False
 """Run the kernels' Python instead of compiling them: how tests run them without a GPU."""

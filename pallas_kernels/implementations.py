@@ -58,9 +58,8 @@ PREFERENCE = {"gpu": ("pallas", "xla"), "tpu": ("tpu", "xla"), "cpu": ("xla",)}
 
 def platform() -> str:
     """Where JAX computes unless told otherwise: "cpu", "gpu" or "tpu"."""
-    device = getattr(
-        jax.config, "jax_default_device", None
-    )  # a device, its platform's name, or None
+    # A device, its platform's name, or None.
+    device = getattr(jax.config, "jax_default_device", None)
     return getattr(device, "platform", device) or jax.default_backend()
 
 

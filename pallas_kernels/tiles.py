@@ -1,7 +1,8 @@
-"""Tile sizes of the GPU kernels: a measured table, and an estimate that keeps them within a part.
+"""Tile sizes of the GPU kernels: a table, and an estimate that keeps them within a part.
 
 `tiles.json` maps compute capability -> dtype -> padded head width -> kernel -> [block_q, block_k,
-num_warps, num_stages]. `python -m benchmarks.autotune` measures and writes it.
+num_warps, num_stages]. What is shipped was chosen by registers and spills (`python -m
+benchmarks.registers`); `python -m benchmarks.autotune` measures and writes the table.
 """
 
 import dataclasses

@@ -19,7 +19,7 @@ from benchmarks.registers import Registers
 from pallas_kernels import decode, flash, gpu, implementations, tape_attention, tiles
 from pallas_kernels.implementations import IMPLEMENTATIONS, Implementation
 from pallas_kernels.tiles import Tile, Tiles
-from tests.target import device, kernels
+from tests.target import device, kernels, reported
 from train import targets
 
 WIDTHS = (16, 32, 48, 64, 72, 80, 96, 128)
@@ -106,10 +106,7 @@ def test_kernels_for_an_h200(width, case):
 def test_the_table_of_registers(width, dtype):
     """No spills at other widths and in float32, whose products are not rounded to fit wgmma."""
     device("h200")
-    try:
-        found = registers.report(width, Registers(dtype=dtype))
-    except RuntimeError as error:
-        pytest.skip(str(error))
+    found = reported(registers.report, width, Registers(dtype=dtype))
     chosen, itemsize = tiles.choose(width, width, dtype, "9.0"), jnp.dtype(dtype).itemsize
     for name in tiles.KERNELS:
         kernel, tile = found[name], getattr(chosen, name)

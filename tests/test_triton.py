@@ -13,10 +13,10 @@ from jax.sharding import SingleDeviceSharding
 from jaxlib.mlir import ir
 
 from pallas_kernels import triton
-from pallas_kernels.flash import LOWEST
-from pallas_kernels.reference import attention_mask, reference
+from pallas_kernels.reference import LOWEST, attention_mask, reference
 from tests.kernels_on_cpu import run_on_cpu
 from tests.target import device
+from tests.test_attention import relative_rms, truth
 from train import targets
 
 PLAIN = {"causal": True, "order": None, "segment_ids": None, "score_mod": None}
@@ -94,27 +94,13 @@ def inputs(n_q, n_k, heads=(4, 2), widths=(16, 16, 16), dtype=jnp.float32):
     return [jnp.asarray(rng.normal(size=(2, *shape)), dtype) for shape in shapes]
 
 
-def truth(q, k, v, e, *, scale, causal, order, segment_ids, score_mod):
+def exact(q, k, v, e, *, scale, causal, order, segment_ids, score_mod):
     """out, mixed and the log-sum-exp, in float64."""
     del score_mod
-    q, k, v, e = (np.asarray(x, np.float64) for x in (q, k, v, e))
-    k, v, e = (np.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v, e))
     mask = attention_mask(causal, order, segment_ids, q.shape[1], k.shape[1])
-    scores = scale * np.einsum("bnhd,bmhd->bhnm", q, k)
-    scores = scores if mask is None else np.where(mask, scores, -np.inf)
-    top = np.maximum(scores.max(-1, keepdims=True), LOWEST)
-    weights = np.exp(scores - top)
-    total = weights.sum(-1, keepdims=True)
-    probs = weights / np.where(total == 0.0, 1.0, total)
-    lse = np.where(total == 0.0, LOWEST, top + np.log(np.where(total == 0.0, 1.0, total)))
-    mix = lambda x: np.einsum("bhnm,bmhd->bnhd", probs, x)  # noqa: E731
-    return mix(v), mix(e), lse[..., 0].swapaxes(1, 2)
-
-
-def relative_rms(got, want):
-    got = np.asarray(got, np.float64)
-    assert got.shape == want.shape and np.isfinite(got).all()
-    return np.sqrt(((got - want) ** 2).mean() / (want**2).mean())
+    mask = np.ones((1, q.shape[1], k.shape[1]), bool) if mask is None else np.asarray(mask)[:, 0]
+    none = np.zeros((*q.shape[:3], 1))
+    return truth(q, k, v, e, mask, scale, none, none)[0]
 
 
 def packed(n, low=-1):
@@ -154,7 +140,7 @@ CASES = {
 def test_interpreted_kernel(fused, case):
     arrays, given = CASES[case]
     arguments = PLAIN | {"scale": 0.3} | given
-    want = truth(*arrays, **arguments)
+    want = exact(*arrays, **arguments)
     got = jax.jit(lambda *a: fused(*a, **arguments))(*arrays)
     limit = 2e-6 if arrays[0].dtype == jnp.float32 else 5e-3
     read = want[2] > LOWEST

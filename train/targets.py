@@ -67,6 +67,10 @@ TARGETS = {
 }
 
 
+class NoReportError(RuntimeError):
+    """What it takes to look into compiled kernels is missing; not that they do not compile."""
+
+
 def devices(name: str, count: int = 1) -> Sequence[jax.Device]:
     """`count` described devices of this kind.
 
@@ -124,7 +128,7 @@ def kernels(name: str, lowered, prefix: str) -> dict[str, Kernel]:
     """Compiles for a GPU and reports the kernels whose names start with `prefix`.
 
     Raises:
-      RuntimeError: no ptxas, or a jaxlib that does not dump PTX (0.12).
+      NoReportError: no ptxas, or a jaxlib that does not dump PTX (0.12).
     """
     with tempfile.TemporaryDirectory() as folder:
         lowered.compile(
@@ -139,7 +143,7 @@ def kernels(name: str, lowered, prefix: str) -> dict[str, Kernel]:
         shared = dict(re.findall(rf"({prefix}\w*) grid.*shared_memory: (\d+) bytes", thunks))
         found, assembly = {}, list(dumped.glob("*.ptx"))
         if not assembly:
-            raise RuntimeError(f"jaxlib {jaxlib.__version__} dumped no PTX to look into")
+            raise NoReportError(f"jaxlib {jaxlib.__version__} dumped no PTX to look into")
         for path in assembly:
             entries = re.split(rf"\.entry (?={prefix})", path.read_text())[1:]
             code = {entry.split("(")[0]: entry.split(".entry ")[0] for entry in entries}
@@ -179,4 +183,4 @@ def _find_ptxas() -> str:
             return found
     if found := shutil.which("ptxas"):
         return found
-    raise RuntimeError('no ptxas: pip install "tape-jax[aot]", or put one on PATH')
+    raise NoReportError('no ptxas: pip install "tape-jax[aot]", or put one on PATH')
