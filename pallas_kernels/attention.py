@@ -9,10 +9,10 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.implementations import (
     IMPLEMENTATIONS,
     PREFERENCE,
-    ScoreMod,
     first_that_compiles,
     platform,
 )
+from pallas_kernels.scores import LinearBias, ScoreMod
 
 SMALL = 64 * 64
 """Scores per head up to which writing them out is no slower than tiling them."""
@@ -31,7 +31,7 @@ def tape_attention(
     segment_ids: Int[Array, "B N"] | tuple[Int[Array, "B Nq"], Int[Array, "B Nk"]] | None = None,
     positions: Int[Array, "B N"] | tuple[Int[Array, "B Nq"], Int[Array, "B Nk"]] | None = None,
     scale: float | None = None,
-    score_mod: ScoreMod | None = None,
+    score_mod: ScoreMod | LinearBias | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B Nq H D"], Float[Array, "B Nq H De"] | None]:
     """Mix token values and position states with the same probabilities (paper Eqs. 6 and 7).

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.reference import LOWEST
+from pallas_kernels.scores import parts_of, split_channels
 
 BLOCK_Q, BLOCK_K = 256, 256
 
@@ -33,6 +34,7 @@ class Plan:
     causal: bool
     by_index: bool  # causality compares indices and there are no segments
     score_mod: Callable[..., Any] | None
+    parts: tuple[int, ...]  # channels of each product that score_mod is given
 
     @property
     def tiles(self) -> tuple[int, int]:
@@ -62,6 +64,13 @@ class Side(NamedTuple):
     fixed: tuple[Any, ...] = ()
 
 
+def refusal(q, k, v, e, *, score_mod, **_) -> str | None:
+    """Why tiles cannot honour a call; None when they can."""
+    if score_mod is not None and score_mod.whole_rows:
+        return "a score_mod of whole rows (it needs every key of a query at once)"
+    return None
+
+
 def chunked(q, k, v, e, *, causal, order, segment_ids, scale, score_mod):
     """(out, mixed, log-sum-exp (B, Nq, H)) of a normalised call of `tape_attention`."""
     (batch, n_q, heads, width), (_, n_k, kv_heads, _) = q.shape, k.shape
@@ -75,6 +84,7 @@ def chunked(q, k, v, e, *, causal, order, segment_ids, scale, score_mod):
         causal,
         order is None and segment_ids is None,
         None,
+        parts_of(score_mod, width),
     )
     stream = v if e is None else jnp.concatenate([v, e], axis=-1)
     rows, columns = (t * b for t, b in zip(plan.tiles, (plan.block_q, plan.block_k), strict=True))
@@ -84,7 +94,8 @@ def chunked(q, k, v, e, *, causal, order, segment_ids, scale, score_mod):
     side = _side(plan, order, segment_ids, rows, columns)
     learned = ()
     if score_mod is not None:
-        example = jnp.zeros((batch, heads, plan.block_q, plan.block_k), jnp.float32)
+        lead = (len(plan.parts),) if len(plan.parts) > 1 else ()
+        example = jnp.zeros((*lead, batch, heads, plan.block_q, plan.block_k), jnp.float32)
         index_q, index_k = jnp.arange(plan.block_q), jnp.arange(plan.block_k)
         mod, learned, fixed = _open(score_mod, example, index_q, index_k)
         plan, side = dataclasses.replace(plan, score_mod=mod), side._replace(fixed=fixed)
@@ -152,22 +163,32 @@ def _mask(plan, side, i, j):
 
 
 def _modified(plan, side, i, j, raw, learned):
-    """The scaled scores of tile (i, j) after the encoding's change."""
+    """The scores of tile (i, j), (B, K, G, n, m), from its products, one for each of `parts`."""
     if plan.score_mod is None:
-        return raw
-    batch, *_, n, m = raw.shape
+        return raw[0]
+    _, batch, *_, n, m = shape = raw.shape
+    raw = raw.reshape(len(plan.parts), batch, -1, n, m)
     q_index = jnp.minimum(i * plan.block_q + jnp.arange(n), plan.n_q - 1)
     k_index = jnp.minimum(j * plan.block_k + jnp.arange(m), plan.n_k - 1)
-    changed = plan.score_mod(raw.reshape(batch, -1, n, m), q_index, k_index, learned, side.fixed)
-    return changed.reshape(raw.shape)
+    raw = raw if len(plan.parts) > 1 else raw[0]
+    return plan.score_mod(raw, q_index, k_index, learned, side.fixed).reshape(shape[1:])
 
 
 def _dot(equation, a, b):
     return jnp.einsum(equation, a, b.astype(a.dtype), preferred_element_type=jnp.float32)
 
 
-def _raw_scores(plan, q_tile, k_tile):
-    return _dot("bkgnd,bkmd->bkgnm", q_tile, k_tile) * plan.scale
+def _products(plan, q_tile, k_tile):
+    """The scaled scores of each of `parts`, (parts, B, K, G, n, m)."""
+    dot = functools.partial(_dot, "bkgnd,bkmd->bkgnm")
+    pieces = map(dot, split_channels(q_tile, plan.parts), split_channels(k_tile, plan.parts))
+    return plan.scale * jnp.stack(list(pieces))
+
+
+def _by_parts(plan, equation, d_raw, x):
+    """The gradient that `d_raw` gives one factor of the products whose other factor is x."""
+    pieces = map(functools.partial(_dot, equation), d_raw, split_channels(x, plan.parts))
+    return jnp.concatenate(list(pieces), axis=-1)
 
 
 def _loop(plan, i, body, carry):
@@ -185,7 +206,7 @@ def _forward(plan, q, k, w, side, learned):
 
         def body(j, carry, masked):
             top, total, mixed = carry
-            raw = _raw_scores(plan, q_tile, _tile(k, j, plan.block_k, 2))
+            raw = _products(plan, q_tile, _tile(k, j, plan.block_k, 2))
             scores = _modified(plan, side, i, j, raw, learned)
             if masked:  # `top` stays finite, so what is masked weighs exp(-inf) = 0
                 scores = jnp.where(_mask(plan, side, i, j), scores, -jnp.inf)
@@ -240,7 +261,7 @@ def _attend_backward(plan, residuals, cotangents):
         def body(j, carry, masked):
             dq, dk, dw, d_learned = carry
             k_tile, w_tile = (_tile(x, j, plan.block_k, 2) for x in (k, w))
-            raw = _raw_scores(plan, q_tile, k_tile)
+            raw = _products(plan, q_tile, k_tile)
             scores, pull = jax.vjp(
                 lambda raw, learned: _modified(plan, side, i, j, raw, learned), raw, learned
             )
@@ -250,8 +271,9 @@ def _attend_backward(plan, residuals, cotangents):
             d_probs = _dot("bkgnd,bkmd->bkgnm", d_tile, w_tile)
             d_raw, d_step = pull(probs * (d_probs - delta_tile))
             d_raw = (d_raw * plan.scale).astype(q.dtype)
-            dq += _dot("bkgnm,bkmd->bkgnd", d_raw, k_tile)
-            dk = _add_tile(dk, _dot("bkgnm,bkgnd->bkmd", d_raw, q_tile), j, plan.block_k)
+            dq += _by_parts(plan, "bkgnm,bkmd->bkgnd", d_raw, k_tile)
+            dk_step = _by_parts(plan, "bkgnm,bkgnd->bkmd", d_raw, q_tile)
+            dk = _add_tile(dk, dk_step, j, plan.block_k)
             dw_step = _dot("bkgnm,bkgnd->bkmd", probs.astype(w.dtype), d_tile)
             dw = _add_tile(dw, dw_step, j, plan.block_k)
             return dq, dk, dw, jax.tree.map(jnp.add, d_learned, d_step)

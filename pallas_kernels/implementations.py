@@ -9,12 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from pallas_kernels import chunked, cudnn, gpu, reference, tpu, triton
-
-ScoreMod = Callable[[Float[Array, "B H Nq Nk"], Int[Array, " Nq"], Int[Array, " Nk"]], Array]
-"""Maps scaled scores to scores, given the query and key *indices* the tile covers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +33,7 @@ class Implementation:
 
 IMPLEMENTATIONS: Mapping[str, Implementation] = {
     "reference": Implementation(reference.reference),
-    "xla": Implementation(chunked.chunked),
+    "xla": Implementation(chunked.chunked, refusal=chunked.refusal),
     "pallas": Implementation(gpu.fused, ("gpu",), gpu.refusal),
     "triton": Implementation(triton.fused, ("gpu",), triton.refusal),
     "cudnn": Implementation(cudnn.one_call, ("gpu",), cudnn.refusal),
@@ -45,7 +42,7 @@ IMPLEMENTATIONS: Mapping[str, Implementation] = {
 """Every implementation by name.
 
 reference: the contract, in plain jnp; memory grows with the square of the length.
-xla: tile by tile, linear memory, any shape and platform; the only tiled one that takes a score_mod.
+xla: tile by tile, linear memory, any shape and platform, any score_mod but those of whole rows.
 pallas: our kernels for NVIDIA GPUs, forward and backward.
 triton: the same forward in Triton's own language, through jax-triton.
 cudnn: one call of cuDNN's attention; no segments.
@@ -53,7 +50,7 @@ tpu: JAX's splash attention.
 """
 
 PREFERENCE = {"gpu": ("pallas", "xla"), "tpu": ("tpu", "xla"), "cpu": ("xla",)}
-"""What implementation=None tries, in order; the last of each honours everything."""
+"""What implementation=None tries, in order; what they all refuse is left to "reference"."""
 
 
 def platform() -> str:
@@ -66,14 +63,14 @@ def platform() -> str:
 def first_that_compiles(names: Sequence[str], arrays, arguments) -> str:
     """The first of `names` that honours the call and compiles here, forward and backward.
 
-    The last is taken on trust. A failure is logged, once per implementation and signature.
+    The last of those that honour it is taken on trust, and "reference" where none does. A failure
+    is logged, once per implementation and signature.
     """
-    for name in names[:-1]:
-        if IMPLEMENTATIONS[name].refusal(*arrays, **arguments) is None and _compiles(
-            name, _signature(arrays, arguments)
-        ):
+    able = [n for n in names if IMPLEMENTATIONS[n].refusal(*arrays, **arguments) is None]
+    for name in able[:-1]:
+        if _compiles(name, _signature(arrays, arguments)):
             return name
-    return names[-1]
+    return able[-1] if able else "reference"
 
 
 def _signature(arrays, arguments):
@@ -84,7 +81,9 @@ def _signature(arrays, arguments):
         for name in ("order", "segment_ids")
         if arguments[name] is not None
     )
-    return shapes, given, arguments["causal"], arguments["scale"]
+    # What kernels know by its kind is a tree of arrays; they refuse other score modifiers.
+    mod = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments["score_mod"])
+    return shapes, given, mod, arguments["causal"], arguments["scale"]
 
 
 @functools.cache
@@ -103,7 +102,7 @@ def _compiles(name, signature) -> bool:
     return True
 
 
-def _compile(attend, shapes, given, causal, scale) -> None:
+def _compile(attend, shapes, given, score_mod, causal, scale) -> None:
     """Compiles forward and backward of a call with this signature, for the default device."""
     arrays: list[Any] = [None if x is None else jax.ShapeDtypeStruct(*x) for x in shapes]
     pairs = {
@@ -111,13 +110,13 @@ def _compile(attend, shapes, given, causal, scale) -> None:
         for name, sides, one in given
     }
 
-    def loss(arrays, pairs):
+    def loss(arrays, pairs, score_mod):
         both = {name: (sides[0], sides[-1]) for name, sides in pairs.items()}
         out, mixed, _ = attend(
             *arrays,
             **{"order": None, "segment_ids": None, "causal": causal, "scale": scale} | both,
-            score_mod=None,
+            score_mod=score_mod,
         )
         return sum(x.astype(jnp.float32).sum() for x in (out, mixed) if x is not None)
 
-    jax.jit(jax.grad(loss)).lower(arrays, pairs).compile()
+    jax.jit(jax.grad(loss)).lower(arrays, pairs, score_mod).compile()

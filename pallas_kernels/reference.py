@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_kernels.scores import parts_of, split_channels
+
 LOWEST = float(jnp.finfo(jnp.float32).min)
 """Log-sum-exp of a row with nothing to read: finite, so that nothing it meets becomes NaN."""
 
@@ -36,18 +38,33 @@ def masked_softmax(scores, mask):
     return probs, lse
 
 
-def reference(q, k, v, e, *, causal, order, segment_ids, scale, score_mod):
-    """(out, mixed, log-sum-exp (B, Nq, H)) of a normalised call of `tape_attention`."""
+def probabilities(q, k, *, causal, order, segment_ids, scale, score_mod):
+    """(softmax (B, H, Nq, Nk), log-sum-exp (B, Nq, H)) of a normalised call, both float32."""
     batch, n_q, heads, width = q.shape
     n_k, kv_heads = k.shape[1], k.shape[2]
-    groups = heads // kv_heads
-    grouped = q.reshape(batch, n_q, kv_heads, groups, width)
-    scores = jnp.einsum("bnkgd,bmkd->bkgnm", grouped, k, preferred_element_type=jnp.float32)
-    scores = scores.reshape(batch, heads, n_q, n_k) * scale
+    grouped = q.reshape(batch, n_q, kv_heads, heads // kv_heads, width)
+
+    def product(q, k):
+        scores = jnp.einsum("bnkgd,bmkd->bkgnm", q, k, preferred_element_type=jnp.float32)
+        return scores.reshape(batch, heads, n_q, n_k) * scale
+
+    parts = parts_of(score_mod, width)
+    products = list(map(product, split_channels(grouped, parts), split_channels(k, parts)))
+    mask = attention_mask(causal, order, segment_ids, n_q, n_k)
+    scores = products[0] if len(products) == 1 else jnp.stack(products)
     if score_mod is not None:
+        if score_mod.whole_rows and mask is not None:
+            scores = jnp.where(mask, scores, LOWEST)
         scores = score_mod(scores, jnp.arange(n_q), jnp.arange(n_k))
-    probs, lse = masked_softmax(scores, attention_mask(causal, order, segment_ids, n_q, n_k))
-    probs = probs.reshape(batch, kv_heads, groups, n_q, n_k)
+    probs, lse = masked_softmax(scores, mask)
+    return probs, lse.swapaxes(1, 2)
+
+
+def reference(q, k, v, e, **arguments):
+    """(out, mixed, log-sum-exp (B, Nq, H)) of a normalised call of `tape_attention`."""
+    (batch, n_q, heads, _), kv_heads = q.shape, k.shape[2]
+    probs, lse = probabilities(q, k, **arguments)
+    probs = probs.reshape(batch, kv_heads, heads // kv_heads, n_q, -1)
 
     def read(values):
         mixed = jnp.einsum(
@@ -61,4 +78,4 @@ def reference(q, k, v, e, *, causal, order, segment_ids, scale, score_mod):
     out, mixed = checkpoint_name(read(v), "attention_out"), None
     if e is not None:
         mixed = checkpoint_name(read(e), "attention_mixed")
-    return out, mixed, lse.swapaxes(1, 2)
+    return out, mixed, lse

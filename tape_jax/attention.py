@@ -43,7 +43,7 @@ class Attention(nn.Module):
         q = heads("query", config.num_heads, "heads")
         k = heads("key", config.kv_heads, "kv_heads")
         v = heads("value", config.kv_heads, "kv_heads")
-        q, k = encoding.rotate(q, k, state)
+        q, k = encoding.rotate(q, k, state, positions, config)
         values = encoding.values(state) if mix_state else None
         if values is not None:
             values = jnp.broadcast_to(values.astype(dtype), (*k.shape[:3], values.shape[-1]))
@@ -55,7 +55,7 @@ class Attention(nn.Module):
             causal=self.causal,
             segment_ids=segment_ids,
             scale=width**-0.5,
-            score_mod=encoding.score_mod(positions, config),
+            score_mod=encoding.score_mod(q, positions, positions, config),
             implementation=config.attention,
         )
         out = linear(config, config.hidden_size, "out", bias=bias)(out.reshape(*x.shape[:2], -1))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import IMPLEMENTATIONS, tape_attention, tiles
+from pallas_kernels import IMPLEMENTATIONS, ScoreMod, tape_attention, tiles
 from pallas_kernels.reference import LOWEST
 from pallas_kernels.tiles import Tile, Tiles
 from tests.kernels_on_cpu import run_on_cpu
@@ -220,7 +220,7 @@ def slopes_mod(slopes):
         assert scores.shape[-2:] == (q_index.shape[0], k_index.shape[0])
         return scores - slopes[:, None, None] * (q_index[:, None] - k_index[None, :])
 
-    return mod
+    return ScoreMod(mod)
 
 
 def test_score_mod_and_the_gradient_of_what_it_learns(attend):

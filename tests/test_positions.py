@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import ScoreMod
 from tape_jax import positions
 from tape_jax.positions import rotary
 from tests.tiny import logits, random_params, run, tiny, tokens
@@ -97,15 +98,14 @@ class Toy(positions.Encoding):
     def embed(self, x, positions):
         return x + jnp.sin(positions.astype(x.dtype))[..., None]
 
-    def score_mod(self, positions, config):
+    def score_mod(self, q, q_positions, k_positions, config):
         slopes = _Slopes(config.num_heads, name="position")()
-        where = jnp.broadcast_to(positions, (positions.shape[0], positions.shape[-1]))
 
         def add(scores, q_index, k_index):
-            distance = where[:, q_index, None] - where[:, None, k_index]
+            distance = q_positions[:, q_index, None] - k_positions[:, None, k_index]
             return scores - slopes[:, None, None] * distance[:, None]
 
-        return add
+        return ScoreMod(add)
 
 
 @pytest.mark.parametrize("scan", [True, False])

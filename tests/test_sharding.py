@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from pallas_kernels import ScoreMod
 from tape_jax import ModelConfig, Transformer
 from tape_jax.sharded_attention import sharded_attention
 from tape_jax.sharding import (
@@ -149,7 +150,7 @@ def test_attention_with_a_score_modifier_is_left_to_the_partitioner():
 
     def attend(q, k, v):
         mod = lambda s, i, j: s - slopes[:, None, None] * (i[:, None] - j[None, :])  # noqa: E731
-        return sharded_attention(q, k, v, None, segment_ids=None, score_mod=mod)[0]
+        return sharded_attention(q, k, v, None, segment_ids=None, score_mod=ScoreMod(mod))[0]
 
     with jax.set_mesh(mesh):
         sharded = jax.jit(attend)(q, k, v)

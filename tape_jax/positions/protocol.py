@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 if TYPE_CHECKING:
-    from pallas_kernels import ScoreMod
+    from pallas_kernels import LinearBias, ScoreMod
     from tape_jax.config import ModelConfig
 
 State = Any
@@ -37,6 +37,9 @@ class Encoding:
         """Positions used when the caller gives none: 0 .. N-1."""
         return jnp.arange(length, dtype=jnp.int32)[None]
 
+    def training_positions(self, key: Array, batch: int, length: int) -> Int[Array, "B N"] | None:
+        """Positions drawn for one training step; None: those of `default_positions`."""
+
     def embed(self, x: Float[Array, "B N C"], positions: Int[Array, "B N"]) -> Array:
         """The token embedding with positions added (absolute encodings)."""
         return x
@@ -44,12 +47,28 @@ class Encoding:
     def initial_state(self, positions: Int[Array, "B N"], config: ModelConfig) -> State:
         """The state before the first block, in float32 arithmetic."""
 
-    def rotate(self, q: Float[Array, "B N H D"], k: Float[Array, "B N K D"], state: State):
-        """Queries and keys seen through the state; widths may change, equally for both."""
+    def rotate(
+        self,
+        q: Float[Array, "B N H D"],
+        k: Float[Array, "B N K D"],
+        state: State,
+        positions: Int[Array, "B N"],
+        config: ModelConfig,
+    ) -> tuple[Array, Array]:
+        """Queries and keys as attention sees them; widths may change, equally for both.
+
+        A key depends on its own position only, so that a cache can hold what this returns.
+        """
         return q, k
 
-    def score_mod(self, positions: Int[Array, "B N"], config: ModelConfig) -> ScoreMod | None:
-        """A change of the scaled scores, evaluated tile by tile on indices (additive encodings)."""
+    def score_mod(
+        self,
+        q: Float[Array, "B Nq H D"],
+        q_positions: Int[Array, "B Nq"],
+        k_positions: Int[Array, "B Nk"],
+        config: ModelConfig,
+    ) -> ScoreMod | LinearBias | None:
+        """A change of the scaled scores; q is what `rotate` returned."""
 
     def values(self, state: State) -> Float[Array, "B N K De"] | None:
         """A second value stream for the attention to mix with its own probabilities."""

@@ -108,6 +108,6 @@ class RoPE(Rotary):
         """exp(i t w), (B, N, 1, D): one for all heads."""
         return self.start(positions, config.head_width)[:, :, None]
 
-    def rotate(self, q, k, state):
+    def rotate(self, q, k, state, positions, config):
         """z * q and z * k."""
         return rotate_heads(q, state), rotate_heads(k, state)

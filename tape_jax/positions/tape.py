@@ -193,7 +193,7 @@ class Tape(Rotary):
         blocks = jnp.stack([cos * c - sin * s, sin * c + cos * s], axis=-1) * planes**-0.5
         return blocks.reshape(*z.shape[:-1], -1)
 
-    def rotate(self, q, k, state):
+    def rotate(self, q, k, state, positions, config):
         """The state applied to queries and keys, in float32 whatever it is carried in."""
         state = state.astype(jnp.float32)
         if self.block is None:
