@@ -6,6 +6,7 @@ trades its cut for one of heads (DeepSpeed-Ulysses, arXiv 2309.14509): two all-t
 device sees whole sequences, so that causality by index stays what it was.
 """
 
+import dataclasses
 import functools
 import math
 
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import tape_attention
+from pallas_kernels import LinearBias, ScoreMod, tape_attention
 from tape_jax.sharding import partition_spec
 
 
@@ -25,14 +26,15 @@ def sharded_attention(
     e: Float[Array, "B N K De"] | None,
     *,
     segment_ids: Int[Array, "B N"] | None,
-    score_mod=None,
+    score_mod: ScoreMod | LinearBias | None = None,
     **arguments,
 ) -> tuple[Float[Array, "B N H D"], Float[Array, "B N H De"] | None]:
     """`tape_attention` on the mesh of `jax.set_mesh`; without one, `tape_attention` itself.
 
     Heads that their mesh axis does not divide are computed whole on every device of that axis; so
-    are sequences cut over more devices than there are heads to trade. A score_mod closes over
-    arrays of all heads: its attention is plain JAX and left to the partitioner.
+    are sequences cut over more devices than there are heads to trade. A `ScoreMod` closes over
+    arrays of all heads: its attention is plain JAX and left to the partitioner. A `LinearBias` is
+    cut as what it biases.
     """
     mesh = jax.sharding.get_abstract_mesh()
     by_hand = {
@@ -40,7 +42,7 @@ def sharded_attention(
         for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
         if kind == AxisType.Auto
     }
-    if mesh.size == 1 or not by_hand or score_mod is not None:
+    if mesh.size == 1 or not by_hand or isinstance(score_mod, ScoreMod):
         return tape_attention(q, k, v, e, segment_ids=segment_ids, score_mod=score_mod, **arguments)
 
     if segment_ids is not None:
@@ -51,20 +53,37 @@ def sharded_attention(
     # Every axis that can be is named, of size 1 too: over the others the gradient is reduced.
     whole = PartitionSpec(rows, length, heads, None)
     trading = _extent(mesh, length) > 1
+    bias, bias_specs = _cut(score_mod, q.shape[0], rows, heads, length)
 
-    def body(q, k, v, e, segment_ids):
+    def body(q, k, v, e, segment_ids, bias):
         if trading:
             q, k, v, e = _trade((q, k, v, e), length, split=2, join=1)
-        both = tape_attention(q, k, v, e, segment_ids=segment_ids, **arguments)
+        both = tape_attention(q, k, v, e, segment_ids=segment_ids, score_mod=bias, **arguments)
         return _trade(both, length, split=1, join=2) if trading else both
 
     return jax.shard_map(
         body,
-        in_specs=(whole, whole, whole, whole, PartitionSpec(rows, None)),
+        in_specs=(whole, whole, whole, whole, PartitionSpec(rows, None), bias_specs),
         out_specs=whole,
         axis_names=by_hand,
         check_vma=False,  # a Pallas call does not say how its outputs vary over the mesh
-    )(q, k, v, e, segment_ids)
+    )(q, k, v, e, segment_ids, bias)
+
+
+def _cut(bias, batch, rows, heads, length):
+    """A bias with positions for all rows of the batch, and its PartitionSpecs.
+
+    A device has the slopes of the query heads it computes: of its share of the heads, and of that
+    its share again where heads are traded for lengths. Positions are whole in length.
+    """
+    if bias is None:
+        return None, None
+    slopes = PartitionSpec((*(heads or ()), *(length or ())))
+    positions = bias.map_positions(lambda _: PartitionSpec(rows, None))
+    return (
+        bias.map_positions(lambda x: jnp.broadcast_to(x, (batch, x.shape[1]))),
+        dataclasses.replace(positions, slopes=slopes),
+    )
 
 
 def _extent(mesh, axes):

@@ -40,7 +40,7 @@ PARAMETER_AXES: Sequence[tuple[str, tuple[str | None, ...]]] = (
     (r"mlp/(gate|up)/bias", ("mlp",)),
     (r"(attention/out|mlp/down)/bias", ("embed",)),
     (r"position/gate/kernel", ("embed", None)),
-    (r"position/.*", ()),  # head-mixing matrices: too small to cut
+    (r"(attention/)?position/.*", ()),  # what encodings learn: too small to cut
 )
 """Parameter path (under an optional leading `layers/`) -> logical axes; the first match counts."""
 

@@ -1,5 +1,6 @@
 """The official code's numbers, reproduced from its weights."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -8,14 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from safetensors.numpy import load_file
 
+from tape_jax import positions
 from tape_jax.convert import from_huggingface
+from tape_jax.model import Block
 from tests.tiny import logits as run_logits
 from tests.tiny import run
 
 DATA = Path(__file__).parent / "data"
 TAPE = ["tape_base", "tape_linear2", "tape_shift37", "tape_zeroed"]
 ROPE = ["rope", "rope_linear2", "rope_long80", "rope_shift37", "rope_gqa2"]
+ABLATIONS = ["adamlp", "adattention", "adatensor", "adavector", "adawoeq", "adayarn"]
+OTHERS = [
+    *("alibi", "alibi_long80", "fire", "sincos", "t5rb", "t5rb_long80", "xpos"),
+    *("rope_dynamic2", "rope_logscale", "yarn", "yarn_max80"),
+]
 
 
 def load(name, **overrides):
@@ -36,8 +45,13 @@ def mean_loss(config, params, ids):
     return optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:]).mean()
 
 
-@pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
-@pytest.mark.parametrize("name", [*TAPE, *ROPE, "nope"])
+CASES = [
+    *((name, scan) for name in (*TAPE, *ROPE, "nope") for scan in (True, False)),
+    *((name, False) for name in (*ABLATIONS, *OTHERS)),
+]
+
+
+@pytest.mark.parametrize(("name", "scan"), CASES)
 def test_forward(name, scan):
     golden, config, params = load(name, scan_layers=scan)
     ids = golden["input_ids"]
@@ -48,8 +62,9 @@ def test_forward(name, scan):
     if "pos_cos" in golden:
         cos, sin = np.split(np.asarray(states).transpose(0, 1, 3, 2, 4), 2, axis=-1)
         for ours, theirs in ((cos, golden["pos_cos"]), (sin, golden["pos_sin"])):
-            duplicated = np.concatenate([ours, ours], axis=-1)
-            np.testing.assert_allclose(duplicated, theirs, atol=1e-4, rtol=0)
+            if ours.shape[-1] < theirs.shape[-1]:  # our complex form: their halves are equal
+                ours = np.concatenate([ours, ours], axis=-1)
+            np.testing.assert_allclose(ours, theirs, atol=1e-4, rtol=0)
     if "loss" in golden:
         np.testing.assert_allclose(mean_loss(config, params, ids), golden["loss"], atol=1e-5)
     plain = run_logits(config, params, ids)
@@ -95,6 +110,67 @@ def test_every_gradient_of_tape_base(remat, scan, attention):
     assert len(jax.tree.leaves(ours)) == len(jax.tree.leaves(want))
     assert compared is not None
     assert float(jnp.abs(ours["layers"]["position"]["w1"][:-1]).max()) > 1e-3
+
+
+@pytest.mark.parametrize("name", [*ABLATIONS, "fire", "t5rb"])
+def test_gradients_of_what_encodings_learn(name):
+    """Every small gradient of the file: position parameters and norms."""
+    golden, config, params = load(name)
+    ids = jnp.asarray(golden["input_ids"])
+    ours = jax.jit(jax.grad(lambda p: mean_loss(config, p, ids)))(params)
+
+    hf, skipped = json.loads(str(golden["config"])), "inv_freq"
+    weights = {key[2:]: golden[key] for key in golden.files if key.startswith("w/")}
+    theirs = {name: golden[f"grad/{name}"] for name in weights if f"grad/{name}" in golden.files}
+    theirs = {
+        # The gradient of a row sum is the same in every column of the row.
+        name: g / g.shape[1] if "post_attention_linear" in name else g
+        for name, g in theirs.items()
+        if skipped not in name
+    }
+    marked = {name: np.full_like(w, np.nan) for name, w in weights.items()}
+    constants = {n: w for n, w in weights.items() if skipped in n or "init_L" in n}
+    _, want = from_huggingface(hf, marked | constants | theirs)
+    compared = 0
+    for path, expected in jax.tree_util.tree_leaves_with_path(want):
+        known = ~np.isnan(np.asarray(expected))  # what the file has: rows of the last layer lack
+        got = functools.reduce(lambda tree, key: tree[key.key], path, ours)
+        np.testing.assert_allclose(np.asarray(got)[known], expected[known], atol=1e-5, rtol=0)
+        compared += known.sum() * ("position" in str(path))
+    assert compared >= 12
+
+
+def test_official_rope_ignores_theta():
+    golden, config, params = load("rope_theta500k", position=positions.RoPE())
+    np.testing.assert_allclose(
+        run_logits(config, params, golden["input_ids"]), golden["logits"], atol=5e-5, rtol=0
+    )
+
+
+def test_randomized_with_its_stored_positions():
+    """The official code draws positions anew in every layer; here each block is given its own."""
+    golden, config, params = load("randrope")
+    encoding, x = config.position, jnp.asarray(golden["hidden_states"][0])
+    for layer, where in enumerate(golden["positions"]):
+        where = jnp.asarray(where)[None]
+        own = jax.tree.map(lambda p, layer=layer: p[layer], params["layers"])
+        state = encoding.initial_state(where, config)
+        x, _ = jax.jit(Block(config).apply)({"params": own}, x, state, where, None)
+        np.testing.assert_allclose(x, golden["hidden_states"][layer + 1], atol=5e-5, rtol=0)
+    drawn = golden["positions"]
+    assert drawn.max() < encoding.max_position and (np.diff(drawn, axis=1) > 0).all()
+
+
+@pytest.mark.parametrize("style", ["config.json", "config_v4.json"])
+def test_yarn_is_hugging_faces(style):
+    folder = DATA / "hf_yarn"
+    golden = np.load(folder / "golden.npz")
+    config, params = from_huggingface(
+        json.loads((folder / style).read_text()), load_file(folder / "model.safetensors")
+    )
+    for ids, want in (("input_ids", "logits"), ("input_ids_long", "logits_long")):
+        got = run_logits(config, params, golden[ids])
+        np.testing.assert_allclose(got, golden[want], atol=5e-5, rtol=0)
 
 
 def test_zero_start_is_rope_exactly():

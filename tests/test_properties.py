@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pallas_kernels import tape_attention
 from tape_jax import positions
 from tape_jax.model import Block
-from tape_jax.positions import rotary, tape
+from tape_jax.positions import forms, rotary, tape
 from tests.tiny import logits, random_params, run, tiny, tokens
 
 FEW = settings(max_examples=12, deadline=None)
@@ -34,8 +34,8 @@ def orthogonal(seed, n, reflect):
 def layer(block, q, k, v, e, weights):
     """Eqs. 6 to 8 on general blocks, by the functions the model uses: (out, next state)."""
     _heads, kv_heads, width = q.shape[2], k.shape[2], q.shape[3]
-    q = tape.project_blocks(q, e, block)
-    k = tape.project_blocks(k, e, block)
+    q = forms.project_blocks(q, e, block)
+    k = forms.project_blocks(k, e, block)
     out, mixed = tape_attention(q, k, v, e, scale=width**-0.5)
     e = e + tape.post_mix(mixed, weights["post"], kv_heads)
     return out, e + tape.gated_mix(e, weights["gate"], weights["w1"], weights["w2"])
@@ -93,9 +93,9 @@ def test_complex_form_is_the_general_form(seed, groups):
     out_complex, mixed = tape_attention(rotary.rotate_heads(q, z), rotary.rotate_heads(k, z), v, z)
     state = z + tape.post_mix(mixed, weights["post"], 2)
     state = state + tape.gated_mix(state, weights["gate"], weights["w1"], weights["w2"])
-    out, general = layer((2, 2), q, k, v, tape.rotary_blocks(z), weights)
+    out, general = layer((2, 2), q, k, v, forms.rotary_blocks(z), weights)
     chex.assert_trees_all_close(out_complex, out, atol=1e-5)
-    chex.assert_trees_all_close(tape.rotary_blocks(state), general, atol=1e-4)
+    chex.assert_trees_all_close(forms.rotary_blocks(state), general, atol=1e-4)
 
 
 @pytest.mark.parametrize("post", ["full", "scalar"])
@@ -107,7 +107,7 @@ def test_models_of_both_forms_agree(post):
     ours, _, states = run(fast, params, ids)
     theirs, _, blocks = run(general, params, ids)
     np.testing.assert_allclose(ours, theirs, atol=2e-4, rtol=1e-4)
-    np.testing.assert_allclose(tape.rotary_blocks(states), blocks, atol=1e-4, rtol=1e-3)
+    np.testing.assert_allclose(forms.rotary_blocks(states), blocks, atol=1e-4, rtol=1e-3)
 
 
 def official_rotation(x, cos, sin):
@@ -306,8 +306,8 @@ PURE = {
     "phases": lambda x: rotary.phases((100 * x[..., 0, 0]).astype(int), rotary.frequencies(8, 1e4)),
     "complex_multiply": lambda x: rotary.complex_multiply(x, jnp.roll(x, 1, -1)),
     "rotate_heads": lambda x: rotary.rotate_heads(x, x[..., :2, :]),
-    "rotary_blocks": tape.rotary_blocks,
-    "project_blocks": lambda x: tape.project_blocks(x, jnp.tile(x, 2), (2, 2)),
+    "rotary_blocks": forms.rotary_blocks,
+    "project_blocks": lambda x: forms.project_blocks(x, jnp.tile(x, 2), (2, 2)),
     "post_mix full": lambda x: tape.post_mix(x, normal(1, 2, 4), 2),
     "post_mix scalar": lambda x: tape.post_mix(x, normal(1, 4), 2),
     "gated_mix": lambda x: tape.gated_mix(x, x[..., 0, :], normal(1, 8, 4), normal(2, 4, 8)),

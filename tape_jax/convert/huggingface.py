@@ -14,8 +14,10 @@ import numpy as np
 
 from tape_jax import positions
 from tape_jax.config import ModelConfig
+from tape_jax.convert.encodings import read_position
 from tape_jax.errors import unknown
 from tape_jax.model import Transformer
+from tape_jax.positions.additive import alibi_slopes
 
 _CONFIG_FIELDS = {
     "vocab_size": "vocab_size",
@@ -33,9 +35,6 @@ _CONFIG_FIELDS = {
 }
 """Their config key -> our ModelConfig field."""
 
-_RPE_TYPES = {None: "rope", "rope": "rope", "nope": "nope", "adape": "tape"}
-"""Official `rpe_type` -> our encoding; a plain Llama has none."""
-
 
 def _transpose(x):
     return x.T
@@ -52,6 +51,7 @@ def _same(x):
 
 Convert = Callable[[np.ndarray], np.ndarray]
 Rule = tuple[str, str, Convert]
+_FIRE = r"self_attn\.rotary_emb\."
 _TENSORS: tuple[Rule, ...] = (
     (r"model\.embed_tokens\.weight", "embedding/embedding", _same),
     (r"model\.norm\.weight", "final_norm/scale", _same),
@@ -76,14 +76,22 @@ _LAYER_TENSORS: tuple[Rule, ...] = (
             (re.escape(theirs) + r"\.bias", f"{ours}/bias", _same),
         )
     ),
-    (r"pe\.up_proj\.weight", "position/w1", _same),
+    (r"pe\.up_proj(?:s\.(\d+))?\.weight", "position/w1", _same),
     (r"pe\.x_proj\.weight", "position/gate/kernel", _transpose),
-    (r"pe\.down_proj\.weight", "position/w2", _same),
-    (r"post_attention_linear\.weight", "position/post", _row_sums),
+    (r"pe\.down_proj(?:s\.(\d+))?\.weight", "position/w2", _same),
+    (r"post_attention_linear(?:s\.(\d+))?\.weight", "position/post", _row_sums),
+    (r"self_attn\.relative_attention_bias\.weight", "attention/position/table", _same),
+    (_FIRE + r"c", "attention/position/c", _same),
+    (_FIRE + r"L_multiplier", "attention/position/multiplier", _same),
+    (_FIRE + r"mlp\.0\.weight", "attention/position/w1", np.ravel),
+    (_FIRE + r"mlp\.0\.bias", "attention/position/b1", _same),
+    (_FIRE + r"mlp\.2\.weight", "attention/position/w2", _transpose),
+    (_FIRE + r"mlp\.2\.bias", "attention/position/b2", _same),
 )
-"""Tensor name (regular expression) -> parameter path -> how to turn one into the other."""
+"""Tensor name (regular expression) -> parameter path -> how to turn one into the other.
 
-_FREQUENCIES = re.compile(r".*rotary_emb\.inv_freq")
+A group in the expression is the index of one of several copies of the parameter in a layer.
+"""
 
 
 def from_huggingface(
@@ -93,8 +101,8 @@ def from_huggingface(
 
     Args:
       hf_config: the parsed config.json; both the old (`rope_theta`, `rope_scaling`) and the new
-        (`rope_parameters`) style, and the official TAPE keys (`rpe_type`, `position_size`,
-        `shift`).
+        (`rope_parameters`) style, and the official TAPE keys (`rpe_type`, `position_size`, `shift`
+        and others: `tape_jax.convert.encodings`).
       tensors: state-dict name -> array, Linear weights (out, in).
       **overrides: ModelConfig fields that win over the file's.
 
@@ -121,78 +129,63 @@ def _read_config(hf: Mapping[str, Any], overrides) -> ModelConfig:
         raise ValueError(f"model_type={hf['model_type']!r} is not supported; expected 'llama'")
     if hf.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act={hf['hidden_act']!r} is not supported; expected 'silu'")
-    if hf.get("log_scale"):
-        raise ValueError("log_scale=true is not supported; set it to false")
     missing = [k for k in list(_CONFIG_FIELDS)[:5] if k not in hf]
     if missing:
         raise ValueError(f"config lacks {', '.join(missing)}")
     fields = {ours: hf[theirs] for theirs, ours in _CONFIG_FIELDS.items() if theirs in hf}
     if "position" not in overrides:
-        fields["position"] = _read_position(hf)
+        fields["position"] = read_position(hf)
     for name in overrides:
         if name not in ModelConfig.__dataclass_fields__:
             raise ValueError(unknown("ModelConfig field", name, ModelConfig.__dataclass_fields__))
     return ModelConfig(**fields | overrides)
 
 
-def _read_position(hf: Mapping[str, Any]) -> positions.Encoding:
-    rpe_type = hf.get("rpe_type")
-    if rpe_type not in _RPE_TYPES:
-        raise ValueError(unknown("rpe_type", str(rpe_type), filter(None, _RPE_TYPES)))
-    name = _RPE_TYPES[rpe_type]
-    if name == "nope":
-        return positions.get(name)
-    scaling = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    theta = scaling.get("rope_theta", hf.get("rope_theta", 10_000.0))
-    fields: dict[str, Any] = {"base": float(theta), "shift": int(hf.get("shift") or 0)}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "linear":
-        fields["scaling"] = positions.LinearScaling(float(scaling["factor"]))
-    elif kind != "default":
-        raise ValueError(unknown("rope_scaling type", kind, ("default", "linear")))
-    if name == "tape":
-        fields |= {"post": "scalar", "zero": "w1", "gate": "mlp", "width": hf.get("position_size")}
-    return positions.get(name, **fields)
-
-
 def _place(config, tensors, shapes):
     """Path -> stacked array for all tensors that fit, and a line for each that does not."""
     filled, layers, problems = {}, {}, []
     for name, tensor in tensors.items():
-        if _FREQUENCIES.fullmatch(name):
-            problems += _check_frequencies(config, name, np.asarray(tensor))
+        check = _find_constant(name)
+        if check is not None:
+            problems += check(config, name, np.asarray(tensor))
             continue
         path, index, convert = _find(name)
         if path == "head/kernel" and config.tie_embeddings:
             problems += _check_tied(tensors, tensor)
             continue
-        if path not in shapes or (index is not None and index >= config.num_layers):
+        layer, *copy = index
+        if path not in shapes or (layer is not None and layer >= config.num_layers):
             problems.append(f"unexpected: {name} has no place in this model")
             continue
         value = convert(np.asarray(tensor, np.float32))
-        want = shapes[path] if index is None else shapes[path][1:]
-        if value.shape != want:
+        want = shapes[path][0 if layer is None else len(index) :]
+        if value.shape != want or any(c >= shapes[path][1] for c in copy):
             problems.append(f"shape: {name} gives {value.shape} for {path}, expected {want}")
-        elif index is None:
+        elif layer is None:
             filled[path] = value
         else:
             layers.setdefault(path, {})[index] = value
     for path, rows in layers.items():
-        absent = [i for i in range(config.num_layers) if i not in rows]
+        outer = shapes[path][: len(next(iter(rows)))]
+        absent = sorted({index[0] for index in np.ndindex(outer) if index not in rows})
         if absent:
             problems.append(f"missing: {path} has no tensor for layers {absent}")
-        filled[path] = None if absent else np.stack([rows[i] for i in range(config.num_layers)])
+        whole = [] if absent else [rows[index] for index in np.ndindex(outer)]
+        filled[path] = np.stack(whole).reshape(shapes[path]) if whole else None
     return filled, problems
 
 
-def _find(name) -> tuple[str, int | None, Convert]:
-    """(parameter path, layer or None, conversion) of a tensor; an empty path when none fits."""
+def _find(name) -> tuple[str, tuple[int | None, ...], Convert]:
+    """(parameter path, (layer or None, copy if any), conversion); an empty path: none fits."""
     layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
     rules, rest = (_LAYER_TENSORS, layer[2]) if layer else (_TENSORS, name)
     for pattern, path, convert in rules:
-        if re.fullmatch(pattern, rest):
-            return ("layers/" + path, int(layer[1]), convert) if layer else (path, None, convert)
-    return "", None, _same
+        if found := re.fullmatch(pattern, rest):
+            if not layer:
+                return path, (None,), convert
+            copies = (int(i) for i in found.groups() if i is not None)
+            return "layers/" + path, (int(layer[1]), *copies), convert
+    return "", (None,), _same
 
 
 def _check_frequencies(config, name, tensor):
@@ -205,6 +198,36 @@ def _check_frequencies(config, name, tensor):
     if want is None or tensor.shape != want.shape or not np.allclose(tensor, want, 1e-2, 1e-7):
         return [f"unexpected: {name} does not hold the frequencies of base {base}"]
     return []
+
+
+def _check_slopes(config, name, tensor):
+    """The official ALiBi keeps slope_h * j for every head and position in its state dict."""
+    slopes = alibi_slopes(config.num_heads)
+    want = slopes[:, None] * np.arange(tensor.shape[-1])
+    fits = tensor.size == want.size and np.allclose(tensor.reshape(want.shape), want, 1e-2)
+    if not fits or not isinstance(config.position, positions.ALiBi):
+        return [f"unexpected: {name} does not hold the slopes of {config.num_heads} heads"]
+    return []
+
+
+def _check_threshold(config, name, tensor):
+    """The official FIRE keeps its first threshold as a constant."""
+    threshold = getattr(config.position, "threshold", None)
+    if threshold is None or tensor != threshold:
+        return [f"unexpected: {name} is {tensor}, and position.threshold={threshold}"]
+    return []
+
+
+_CONSTANTS = {
+    r".*rotary_emb\.inv_freq": _check_frequencies,
+    r".*self_attn\.alibi": _check_slopes,
+    r".*rotary_emb\.init_L": _check_threshold,
+}
+"""Tensor name (regular expression) of what follows from the config -> its check."""
+
+
+def _find_constant(name):
+    return next((check for p, check in _CONSTANTS.items() if re.fullmatch(p, name)), None)
 
 
 def _check_tied(tensors, head):

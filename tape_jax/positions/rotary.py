@@ -1,4 +1,4 @@
-"""Rotary positions: unit complex numbers, one per frequency, and RoPE (arXiv 2104.09864).
+"""Rotary positions: unit complex numbers, one per frequency; RoPE (arXiv 2104.09864) and xPos.
 
 A complex vector z = a + i b of F = D / 2 frequencies is kept real as [a | b], (..., D): the
 half-split ("rotate-half") pairing of channel f with channel f + F.
@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from tape_jax.positions.protocol import Encoding
+from tape_jax.positions.scaling import Scaling
 
 if TYPE_CHECKING:
     from tape_jax.config import ModelConfig
@@ -54,33 +55,21 @@ def rotate_heads(x: Float[Array, "B N H D"], state: Float[Array, "B N K D"]):
 
 
 @dataclasses.dataclass(frozen=True)
-class LinearScaling:
-    """Position interpolation (arXiv 2306.15595): positions are divided by `factor` >= 1."""
-
-    factor: float = 1.0
-
-    def __post_init__(self):
-        """Raises ValueError for a factor below 1."""
-        if not self.factor >= 1.0:
-            raise ValueError(f"scaling.factor={self.factor} must be >= 1 (1 turns scaling off)")
-
-
-@dataclasses.dataclass(frozen=True)
 class Rotary(Encoding):
     """What every encoding that starts from rotations shares.
 
     Attributes:
       base: frequencies are base ** (-2 f / D); raising it is "theta scaling".
-      scaling: how positions are stretched; the factor 1 leaves them alone.
+      scaling: how frequencies are stretched to longer contexts, a `Scaling`.
       shift: where positions start when the caller gives none (official `config.shift`).
     """
 
     base: float = 10_000.0
-    scaling: LinearScaling = LinearScaling()
+    scaling: Scaling = Scaling()
     shift: int = 0
 
     def validate(self, config: ModelConfig) -> None:
-        """Raises ValueError for an odd head width or a base that is no base."""
+        """Raises ValueError for an odd head width, a base that is no base, or a bad scaling."""
         if config.head_width % 2:
             raise ValueError(
                 f"model.head_dim={config.head_width} must be even for position.name={self.name!r}:"
@@ -88,26 +77,99 @@ class Rotary(Encoding):
             )
         if not self.base > 1.0:
             raise ValueError(f"position.base={self.base} must be > 1")
+        self.scaling.validate()
 
     def default_positions(self, length: int) -> Int[Array, "1 N"]:
         """shift .. shift + N - 1."""
         return super().default_positions(length) + self.shift
 
-    def start(self, positions: Int[Array, "B N"], width: int) -> Float[Array, "B N D"]:
-        """z = exp(i t w) for heads of this width, after scaling."""
-        return phases(positions, frequencies(width, self.base) / self.scaling.factor)
-
-
-@dataclasses.dataclass(frozen=True)
-class RoPE(Rotary):
-    """Rotary position embedding: the state is exp(i t w), and no block changes it."""
-
-    name: str = "rope"
+    def start_rotations(self, positions: Int[Array, "B N"], width: int) -> Float[Array, "B N D"]:
+        """z = m exp(i t w) for heads of this width, w and m after scaling."""
+        length = positions.shape[-1]
+        freqs = self.scaling.frequencies(frequencies(width, self.base), self.base, length)
+        return self.scaling.magnitude(length) * phases(positions, freqs)
 
     def initial_state(self, positions, config):
-        """exp(i t w), (B, N, 1, D): one for all heads."""
-        return self.start(positions, config.head_width)[:, :, None]
+        """z, (B, N, 1, D): one for all heads."""
+        return self.start_rotations(positions, config.head_width)[:, :, None]
 
     def rotate(self, q, k, state, positions, config):
         """z * q and z * k."""
         return rotate_heads(q, state), rotate_heads(k, state)
+
+
+@dataclasses.dataclass(frozen=True)
+class RoPE(Rotary):
+    """Rotary position embedding: the state is exp(i t w), and no block changes it.
+
+    Attributes:
+      log_length: L of "log n" scaling: queries are multiplied with ln(t + 1) / ln L (official
+        `config.log_scale` and `train_scale`); None does nothing.
+    """
+
+    name: str = "rope"
+    log_length: int | None = None
+
+    def validate(self, config):
+        """Raises ValueError for a log_length that has no logarithm to divide by."""
+        super().validate(config)
+        if self.log_length is not None and self.log_length < 2:
+            raise ValueError(f"position.log_length={self.log_length} must be >= 2, or None")
+
+    def rotate(self, q, k, state, positions, config):
+        """z * q and z * k, and the queries' logarithm of their position."""
+        q, k = super().rotate(q, k, state, positions, config)
+        if self.log_length is not None:
+            scale = jnp.log1p(positions.astype(jnp.float32)) / np.log(self.log_length)
+            q = (q * scale[..., None, None]).astype(q.dtype)
+        return q, k
+
+
+@dataclasses.dataclass(frozen=True)
+class XPos(Rotary):
+    """xPos (arXiv 2212.10554): RoPE whose logits also decay, by zeta_f^((i - j) / S).
+
+    zeta_f = (2 f + 0.4 D) / 1.4 D. Only the difference of positions reaches a logit, but each side
+    carries its own power, so positions must stay within what float32 holds (`reach`).
+
+    Attributes:
+      scale: S, the distance over which a logit decays by zeta.
+      center: the position whose power is 1; it changes rounding, not logits.
+    """
+
+    name: str = "xpos"
+    scale: float = 512.0
+    center: int = 0
+
+    @property
+    def reach(self) -> int:
+        """How far from the center a position may be: powers stay above 2^-60."""
+        return int(60 * np.log(2) / np.log(1.4 / 0.4) * self.scale)
+
+    def validate(self, config):
+        """Raises ValueError for a scale that is not positive."""
+        super().validate(config)
+        if not self.scale > 0:
+            raise ValueError(f"position.scale={self.scale} must be > 0")
+
+    def default_positions(self, length):
+        """shift .. shift + N - 1.
+
+        Raises:
+          ValueError: positions whose powers float32 cannot hold.
+        """
+        if max(abs(self.shift - self.center), abs(self.shift + length - self.center)) > self.reach:
+            raise ValueError(
+                f"{length} positions from {self.shift} reach further than {self.reach} from"
+                f" position.center={self.center}: raise position.scale={self.scale}"
+            )
+        return super().default_positions(length)
+
+    def rotate(self, q, k, state, positions, config):
+        """z zeta^(t / S) * q and z zeta^(-t / S) * k."""
+        q, k = super().rotate(q, k, state, positions, config)
+        half = config.head_width // 2
+        zeta = (np.arange(half) + 0.2 * config.head_width) / (0.7 * config.head_width)
+        power = (positions - self.center).astype(jnp.float32)[..., None, None] / self.scale
+        decay = jnp.exp(power * np.tile(np.log(zeta), 2).astype(np.float32))
+        return (q * decay).astype(q.dtype), (k / decay).astype(k.dtype)

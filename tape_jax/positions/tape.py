@@ -1,75 +1,46 @@
 """TAPE: the position state as a value that every block updates from content (arXiv 2501.00712).
 
 The state e of a token is, per head, either one complex number per frequency (the fast form, real
-width S = D) or M blocks of L x R reals (the general form, D = M L, S = M L R). Attention sees it
-only through e_i^T e_j per block, and updates mix heads and nothing else, so
+width S = D) or M blocks of L x R reals (the general form, D = M L, S = M L R); see forms.py.
+Attention sees it only through e_i^T e_j per block, and updates mix heads and nothing else, so
 
     attention is invariant and the update equivariant under e -> e Q,
 
 with Q orthogonal on the R axis of the general form and a rotation per frequency in the complex one.
-For L = R = 2 and blocks e = [[a, b], [-b, a]], whose transpose multiplies by z = a + i b, the two
-forms are the same numbers.
+Starts are in starts.py; what the paper's ablations mix instead of heads is in mixing.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from tape_jax.errors import check_choices
-from tape_jax.positions.rotary import Rotary, frequencies, phases, rotate_heads
+from tape_jax.positions.forms import Blocks, Complex, Form, Pair
+from tape_jax.positions.mixing import PAIRED, VIEWS, sum_groups
+from tape_jax.positions.rotary import Rotary
+from tape_jax.positions.starts import Start
 
 if TYPE_CHECKING:
     from tape_jax.config import ModelConfig
 
 
-def rotary_blocks(z: Float[Array, "B N K D"]) -> Float[Array, "B N K S"]:
-    """The complex state z = [a | b] as blocks [[a, b], [-b, a]] (L = R = 2), flattened."""
-    a, b = jnp.split(z, 2, axis=-1)
-    blocks = jnp.stack([jnp.stack([a, b], -1), jnp.stack([-b, a], -1)], -2)
-    return blocks.reshape(*z.shape[:-1], -1)
-
-
-def project_blocks(
-    x: Float[Array, "B N H D"], e: Float[Array, "B N K S"], block: tuple[int, int]
-) -> Float[Array, "B N H MR"]:
-    """x'_m = e_m^T x_m for each block m of L channels: what the logits see (paper Eq. 6).
-
-    Block m holds channels m, m + M, m + 2M, ...: for L = 2 the half-split pairing of rotary.py.
-    Query head h uses the state of its group, h // G.
-    """
-    rows, columns = block
-    *lead, heads, width = x.shape
-    state_heads, size = e.shape[-2], width // rows
-    grouped = x.reshape(*lead, state_heads, heads // state_heads, rows, size)
-    blocks = e.reshape(*e.shape[:-1], size, rows, columns)
-    # Full precision: the default would round to bfloat16 on TPU, and angles with it.
-    out = jnp.einsum(
-        "...kglm,...kmlr->...kgrm",
-        grouped.astype(jnp.float32),
-        blocks.astype(jnp.float32),
-        precision=jax.lax.Precision.HIGHEST,
-    )
-    return out.reshape(*lead, heads, size * columns).astype(x.dtype)
-
-
 def post_mix(
-    mixed: Float[Array, "B N H S"], weights: Float[Array, "K H"] | Float[Array, " H"], kv_heads: int
+    mixed: Float[Array, "B N H S"], weights: Float[Array, "K H"] | Float[Array, " H"], into: int
 ) -> Float[Array, "B N K S"]:
     """The linear layer after the position attention, H query heads to K state heads.
 
     A (K, H) matrix mixes heads (the paper); an (H,) vector scales each query head before its group
-    is summed (the official einsum, which sums its weight's rows).
+    is summed to K = `into` (the official einsum, which sums its weight's rows).
     """
     if weights.ndim == 1:
-        scaled = mixed * weights[:, None]
-        return scaled.reshape(*mixed.shape[:-2], kv_heads, -1, mixed.shape[-1]).sum(-2)
+        return sum_groups(mixed * weights[:, None], into)
     return jnp.einsum("kh,...hs->...ks", weights, mixed)
 
 
@@ -103,20 +74,40 @@ class TapeUpdate(nn.Module):
     @nn.compact
     def __call__(self, state, mixed, gate_input):
         """e + post(mixed), then e + W2 diag(silu(Wx u)) W1 e."""
+        encoding = self.encoding
+        after_attention, after_mlp = VIEWS[encoding.mixing]
+        if encoding.contextualize in ("both", "attention"):
+            state = state + self._post(after_attention, mixed).astype(state.dtype)
+        if encoding.contextualize in ("both", "mlp"):
+            state = state + self._mlp(after_mlp, state, gate_input).astype(state.dtype)
+        return encoding.form.normalise(state) if encoding.unit else state
+
+    def _post(self, view, mixed):
+        """The linear map after the position attention (Eq. 7)."""
+        kv_heads, (into, out_of) = self.config.kv_heads, view.axes(self.config)
+        shape = (into, out_of) if self.encoding.post == "full" else (out_of,)
+        lead = (view.copies,) if view.copies else ()
+        weights = self.param("post", nn.initializers.zeros, (*lead, *shape)).astype(mixed.dtype)
+        mix = functools.partial(post_mix, into=into)
+        mix = jax.vmap(mix) if view.copies else mix
+        return view.unfold(mix(view.fold(mixed, kv_heads), weights), kv_heads)
+
+    def _mlp(self, view, state, gate_input):
+        """The position MLP (Eq. 8)."""
         encoding, config = self.encoding, self.config
-        heads, kv_heads, width = config.num_heads, config.kv_heads, encoding.mlp_width(config)
+        (axis, _), width = view.axes(config), encoding.mlp_width(config)
         normal, zeros = nn.initializers.normal(config.initializer_range), nn.initializers.zeros
         dtype = jnp.dtype(config.dtype)
-        shape = (kv_heads, heads) if encoding.post == "full" else (heads,)
-        post = self.param("post", zeros, shape)
-        w1 = self.param("w1", zeros if encoding.zero == "w1" else normal, (width, kv_heads))
-        w2 = self.param("w2", zeros if encoding.zero == "w2" else normal, (kv_heads, width))
+        lead = (view.copies,) if view.copies else ()
+        w1, w2 = (
+            self.param(name, zeros if encoding.zero == name else normal, (*lead, *shape))
+            for name, shape in (("w1", (width, axis)), ("w2", (axis, width)))
+        )
         gate = nn.Dense(width, use_bias=False, kernel_init=normal, dtype=dtype, name="gate")
-
-        state = state + post_mix(mixed, post.astype(mixed.dtype), kv_heads).astype(state.dtype)
         g = jax.nn.silu(gate(gate_input))
-        step = gated_mix(state.astype(dtype), g, w1.astype(dtype), w2.astype(dtype))
-        return state + step.astype(state.dtype)
+        mix = jax.vmap(gated_mix, in_axes=(0, None, 0, 0)) if view.copies else gated_mix
+        folded = view.fold(state.astype(dtype), config.kv_heads)
+        return view.unfold(mix(folded, g, w1.astype(dtype), w2.astype(dtype)), config.kv_heads)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +125,12 @@ class Tape(Rotary):
         "hidden", the normed hidden state that the MLP reads.
       width: P, the hidden width of the position MLP; 4 H when None (the paper's choice).
       block: None for the complex form; (L, R) for the general form of M = D / L blocks.
+      start: where the state starts, a `Start`: rotations, random Fourier features, a learned table.
+      contextualize: which updates act: "both", "attention" (Eq. 7) or "mlp" (Eq. 8); the last two
+        are rows of the paper's Table 6.
+      mixing: along which axis they mix: "heads", or an ablation of `tape_jax.positions.mixing`.
+      unit: our own extension: after every update z becomes z / |z|. The modulus is invariant, so
+        the update stays equivariant, and logits cannot drift with depth by the size of the state.
       state_dtype: the dtype the state is carried in; angles are float32 whatever it is.
     """
 
@@ -143,21 +140,38 @@ class Tape(Rotary):
     gate: Literal["mlp", "hidden"] = "mlp"
     width: int | None = None
     block: tuple[int, int] | None = None
+    start: Start = Start()
+    contextualize: Literal["both", "attention", "mlp"] = "both"
+    mixing: Literal["heads", "separate", "channels", "all"] = "heads"
+    unit: bool = False
     state_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+
+    @property
+    def form(self) -> Form:
+        """How the state is written as reals."""
+        if self.block is not None:
+            return Blocks(*self.block)
+        return Pair() if self.mixing in PAIRED else Complex()
 
     def mlp_width(self, config: ModelConfig) -> int:
         """P."""
         return 4 * config.num_heads if self.width is None else self.width
 
     def validate(self, config: ModelConfig) -> None:
-        """Raises ValueError for a width below 1 or a block that does not divide the head."""
+        """Raises ValueError for a width below 1, or a block that does not fit head or mixing."""
         super().validate(config)
         check_choices(self, "position")
+        self.start.validate(self)
         if self.mlp_width(config) < 1:
             raise ValueError(f"position.width={self.width} must be >= 1")
         if self.block is None:
             return
         rows, columns = self.block
+        if self.mixing != "heads":
+            raise ValueError(
+                f"position.block={self.block} mixes heads only: leave it out, or"
+                f" position.mixing={self.mixing!r}"
+            )
         if rows < 1 or config.head_width % rows:
             raise ValueError(
                 f"position.block={self.block}: L={rows} must divide model.head_dim"
@@ -169,40 +183,28 @@ class Tape(Rotary):
                 " planes"
             )
 
-    def initial_state(self, positions, config):
-        """z = exp(i t w), or its rotations as blocks; (B, N, 1, S), the same for all heads."""
-        if self.block is None:
-            state = self.start(positions, config.head_width)
-        else:
-            state = self.start_blocks(positions, config.head_width, self.block)
-        return state[:, :, None].astype(self.state_dtype)
+    def default_positions(self, length):
+        """shift .. shift + N - 1.
 
-    def start_blocks(self, positions, width: int, block: tuple[int, int]) -> Float[Array, "B N S"]:
-        """Row l of a block is [cos | sin] of t w + l pi / L over R / 2 frequencies, of norm 1.
-
-        A shift of all positions multiplies every block from the right by a rotation, so logits
-        stay relative. For L = R = 2 they are RoPE's blocks.
+        Raises:
+          ValueError: a sequence that the start does not reach.
         """
-        rows, columns = block
-        size, planes = width // rows, columns // 2
-        freqs = frequencies(2 * size * planes, self.base) / self.scaling.factor
-        z = phases(positions, freqs)
-        cos, sin = (x.reshape(*x.shape[:-1], size, 1, planes) for x in jnp.split(z, 2, axis=-1))
-        offset = np.arange(rows)[:, None] * np.pi / rows
-        c, s = np.cos(offset).astype(np.float32), np.sin(offset).astype(np.float32)
-        blocks = jnp.stack([cos * c - sin * s, sin * c + cos * s], axis=-1) * planes**-0.5
-        return blocks.reshape(*z.shape[:-1], -1)
+        self.start.check_length(self.shift + length)
+        return super().default_positions(length)
+
+    def initial_state(self, positions, config):
+        """The start in the form's reals; (B, N, 1, S), the same for all heads."""
+        state = self.form.start(self, positions, config.head_width)
+        return state[:, :, None].astype(self.state_dtype)
 
     def rotate(self, q, k, state, positions, config):
         """The state applied to queries and keys, in float32 whatever it is carried in."""
         state = state.astype(jnp.float32)
-        if self.block is None:
-            return rotate_heads(q, state), rotate_heads(k, state)
-        return project_blocks(q, state, self.block), project_blocks(k, state, self.block)
+        return self.form.apply(q, state), self.form.apply(k, state)
 
     def values(self, state):
         """The state itself: Eq. 7 reuses the attention's probabilities for it."""
-        return state
+        return None if self.contextualize == "mlp" else state
 
     def update(self, state, mixed, mlp_out, hidden, config):
         """Eqs. 7 and 8 with their residuals."""
