@@ -45,7 +45,8 @@ def tape_attention(
         nobody. One (B, N) array, or a (query, key) pair.
       positions: the order `causal` compares; the indices when None. One array or a pair.
       scale: multiplies q k^T; D ** -0.5 when None.
-      score_mod: changes the scaled scores before the mask, from indices (an additive encoding).
+      score_mod: changes the scaled scores before the mask (an additive encoding): by a function of
+        theirs and of indices, or by a bias that fused kernels know.
       implementation: a name in `IMPLEMENTATIONS`, which then honours every argument or raises.
         None takes what suits the platform and these arguments (`PREFERENCE`).
 
@@ -57,6 +58,8 @@ def tape_attention(
         honour an argument; names the argument.
     """
     _check(q, k, v, e)
+    if isinstance(score_mod, LinearBias):
+        _check_bias(score_mod, q, k)
     arguments = {
         "causal": causal,
         "order": _pair("positions", positions, q, k),
@@ -110,6 +113,15 @@ def _check(q, k, v, e):
             f"the query heads ({q.shape[2]}) must be a multiple of the key/value heads"
             f" ({k.shape[2]})"
         )
+
+
+def _check_bias(bias, q, k):
+    if bias.slopes.shape != (q.shape[2],):
+        raise ValueError(
+            f"score_mod.slopes must be one for each of {q.shape[2]} query heads,"
+            f" got {bias.slopes.shape}"
+        )
+    _pair("score_mod positions", (bias.q_positions, bias.k_positions), q, k)
 
 
 def _pair(name, value, q, k):

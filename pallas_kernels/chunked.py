@@ -67,7 +67,7 @@ class Side(NamedTuple):
 def refusal(q, k, v, e, *, score_mod, **_) -> str | None:
     """Why tiles cannot honour a call; None when they can."""
     if score_mod is not None and score_mod.whole_rows:
-        return "a score_mod of whole rows (it needs every key of a query at once)"
+        return "score_mod of whole rows (it needs every key of a query at once)"
     return None
 
 

@@ -3,12 +3,15 @@
 A kernel that walks all keys for one tile of queries leaves a GPU idle when there is one such tile.
 Here the parts of the keys are rows of the batch and the queries of a group are rows of one tile, so
 the kernel is the one that trains (flash-decoding, arXiv 2311.01282). What a tile of keys holds that
-no query may read, such as the empty end of a cache, is not visited.
+no query may read, such as the empty end of a cache, is not visited. A linear bias differs by head,
+so with one heads stay heads.
 """
 
 import functools
 
 import jax.numpy as jnp
+
+from pallas_kernels.scores import LinearBias
 
 MOST_ROWS = 64
 """Queries times heads of a group up to which keys are split."""
@@ -26,17 +29,21 @@ def split_keys(attend):
     @functools.wraps(attend)
     def split(q, k, v, e, *, causal, order, segment_ids, scale, score_mod):
         parts = _parts(q, k)
-        rest = {"causal": causal, "scale": scale, "score_mod": score_mod}
+        rest = {"causal": causal, "scale": scale}
         if parts == 1:
-            return attend(q, k, v, e, order=order, segment_ids=segment_ids, **rest)
-        shape = (*q.shape[:2], k.shape[2], q.shape[2] // k.shape[2])
+            return attend(
+                q, k, v, e, order=order, segment_ids=segment_ids, score_mod=score_mod, **rest
+            )
+        heads = k.shape[2] if score_mod is None else q.shape[2]
+        shape = (*q.shape[:2], heads, q.shape[2] // heads)
         if causal and order is None:
             order = jnp.arange(q.shape[1])[None], jnp.arange(k.shape[1])[None]
         out, mixed, lse = attend(
             _rows(q, parts, shape),
             *(None if x is None else _keys(x, parts) for x in (k, v, e)),
-            order=_integers(order, parts, shape),
-            segment_ids=_integers(segment_ids, parts, shape),
+            order=order and _integers(order, parts, shape),
+            segment_ids=segment_ids and _integers(segment_ids, parts, shape),
+            score_mod=score_mod and _bias(score_mod, parts, shape),
             **rest,
         )
         return _merge(out, lse, shape), None if e is None else _merge(mixed, lse, shape), None
@@ -54,7 +61,7 @@ def _parts(q, k) -> int:
 
 
 def _rows(q, parts, shape):
-    """(B, N, K G, D) -> (B parts, N G, K, D)."""
+    """(B, N, K G, D) -> (B parts, N G, K, D), where G is the heads that are rows of one tile."""
     batch, n_q, kv_heads, groups = shape
     q = q.reshape(batch, n_q, kv_heads, groups, -1).swapaxes(2, 3)
     q = jnp.broadcast_to(q[:, None], (batch, parts, *q.shape[1:]))
@@ -67,11 +74,14 @@ def _keys(x, parts):
 
 
 def _integers(pair, parts, shape):
-    if pair is None:
-        return None
     batch, _, _, groups = shape
     of_q, of_k = (jnp.broadcast_to(x, (batch, x.shape[1])) for x in pair)
     return jnp.repeat(jnp.repeat(of_q, groups, axis=1), parts, axis=0), _keys(of_k, parts)
+
+
+def _bias(bias, parts, shape):
+    positions = _integers((bias.q_positions, bias.k_positions), parts, shape)
+    return LinearBias(bias.slopes, *positions)
 
 
 def _merge(out, lse, shape):

@@ -1,8 +1,9 @@
 """What the tiled GPU kernels share: tiles, masks as integers, which tiles to visit, the gradient.
 
-A kernel sees one static `Spec`, arrays in the layout of `tape_attention`, and a `Side` of integers
-unless causality by index says it all. The position states are a second value stream: there is one
-score tile and one accumulator per stream, forward and backward.
+A kernel sees one static `Spec`, arrays in the layout of `tape_attention`, a `Side` of integers
+unless causality by index says it all, and a `LinearBias` where scores have one. The position states
+are a second value stream: there is one score tile and one accumulator per stream, forward and
+backward.
 
 Letters: B batch, N sequence, H query heads, K key/value heads, G query heads in a group, T tiles.
 """
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import tiles
+from pallas_kernels.scores import LinearBias
 from pallas_kernels.tiles import Tiles
 
 LOG2_E = math.log2(math.e)
@@ -58,8 +60,19 @@ def make_side(spec: Spec, batch: int, order, segment_ids) -> Side | None:
         return None
     q_order, k_order = order or (jnp.arange(spec.n_q)[None], jnp.arange(spec.n_k)[None])
     q_segment, k_segment = segment_ids or (jnp.zeros((1, spec.n_q)), jnp.zeros((1, spec.n_k)))
-    rows = lambda x: jnp.broadcast_to(x.astype(jnp.int32), (batch, x.shape[1]))  # noqa: E731
-    return Side(rows(q_order), rows(k_order), rows(q_segment), rows(k_segment))
+    return Side(*(_integers(x, batch) for x in (q_order, k_order, q_segment, k_segment)))
+
+
+def make_bias(batch: int, bias: LinearBias | None) -> LinearBias | None:
+    """The bias of a call as kernels read it: positions are int32, (B, Nq) and (B, Nk)."""
+    if bias is None:
+        return None
+    bias = bias.map_positions(functools.partial(_integers, batch=batch))
+    return dataclasses.replace(bias, slopes=bias.slopes.astype(jnp.float32))
+
+
+def _integers(x, batch):
+    return jnp.broadcast_to(x.astype(jnp.int32), (batch, x.shape[1]))
 
 
 def readable(spec: Spec, q_order, k_order, q_segment, k_segment):
@@ -111,7 +124,6 @@ def _tiled(x, block):
 
 def fused(kernels, interpret, q, k, v, e, *, causal, order, segment_ids, scale, score_mod):
     """(out, mixed, log-sum-exp (B, Nq, H)) of a normalised call, by (forward, backward) kernels."""
-    del score_mod  # refused
     sizes = tiles.choose(max(q.shape[3], v.shape[3]), 0 if e is None else e.shape[3], q.dtype)
     spec = Spec(
         n_q=q.shape[1],
@@ -124,23 +136,24 @@ def fused(kernels, interpret, q, k, v, e, *, causal, order, segment_ids, scale, 
         interpret=interpret,
     )
     side = make_side(spec, q.shape[0], order, segment_ids)
-    outs, lse = _attend(spec, q, k, (v,) if e is None else (v, e), side)
+    bias = make_bias(q.shape[0], score_mod)
+    outs, lse = _attend(spec, q, k, (v,) if e is None else (v, e), side, bias)
     return outs[0], None if e is None else outs[1], lse.swapaxes(1, 2)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(spec, q, k, values, side):
+def _attend(spec, q, k, values, side, bias):
     forward, _ = spec.kernels
-    return forward(spec, q, k, values, side)
+    return forward(spec, q, k, values, side, bias)
 
 
-def _attend_forward(spec, q, k, values, side):
+def _attend_forward(spec, q, k, values, side, bias):
     forward, _ = spec.kernels  # not `_attend`: a policy would not see the names within
-    outs, lse = forward(spec, q, k, values, side)
+    outs, lse = forward(spec, q, k, values, side, bias)
     names = ("attention_out", "attention_mixed")[: len(outs)]
     outs = tuple(checkpoint_name(x, name) for x, name in zip(outs, names, strict=True))
     lse = checkpoint_name(lse, "attention_lse")
-    return (outs, lse), (q, k, values, side, outs, lse)
+    return (outs, lse), (q, k, values, side, bias, outs, lse)
 
 
 def _attend_backward(spec, residuals, cotangents):
@@ -148,15 +161,15 @@ def _attend_backward(spec, residuals, cotangents):
 
     A cotangent of the log-sum-exp adds P d_lse to dS, so it is subtracted from delta.
     """
-    q, k, values, side, outs, lse = residuals
+    q, k, values, side, bias, outs, lse = residuals
     d_outs, d_lse = cotangents
     delta = -d_lse
     for d_out, out in zip(d_outs, outs, strict=True):
         product = d_out.astype(jnp.float32) * out.astype(jnp.float32)
         delta += product.sum(axis=-1).swapaxes(1, 2)
     _, backward = spec.kernels
-    dq, dk, d_values = backward(spec, q, k, values, side, d_outs, lse, delta)
-    return dq, dk, d_values, None
+    dq, dk, d_values = backward(spec, q, k, values, side, bias, d_outs, lse, delta)
+    return dq, dk, d_values, None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -37,7 +37,8 @@ class LinearBias:
 
     Attributes:
       slopes: one for each query head, constants: they get no gradient.
-      q_positions, k_positions: i and j, for each query and key.
+      q_positions, k_positions: i and j, for each query and key, below 2**24 in magnitude (float32
+        holds those exactly); B may be 1.
     """
 
     slopes: Float[Array, " H"]
@@ -55,9 +56,15 @@ class LinearBias:
 
     def __call__(self, scores, q_index, k_index):
         """The changed scores, (B, H, n, m)."""
-        distance = self.q_positions[:, q_index, None] - self.k_positions[:, None, k_index]
-        distance = jnp.abs(distance)[:, None].astype(jnp.float32)
+        q_position = jnp.take(self.q_positions, q_index, axis=1)[:, :, None]
+        k_position = jnp.take(self.k_positions, k_index, axis=1)[:, None]
+        distance = jnp.abs(q_position - k_position)[:, None].astype(jnp.float32)
         return scores - jax.lax.stop_gradient(self.slopes)[:, None, None] * distance
+
+    def map_positions(self, change: Callable) -> "LinearBias":
+        """The same with `change` of each side's positions."""
+        q_positions, k_positions = change(self.q_positions), change(self.k_positions)
+        return dataclasses.replace(self, q_positions=q_positions, k_positions=k_positions)
 
 
 def parts_of(score_mod: ScoreMod | LinearBias | None, width: int) -> tuple[int, ...]:

@@ -22,6 +22,8 @@ from pallas_kernels.flash import LOG2_E, visits
 
 def refusal(q, k, v, e, **arguments) -> str | None:
     """Why this implementation cannot honour a call; None when it can."""
+    if arguments["score_mod"] is not None:
+        return "score_mod (the forward kernel knows none)"
     if (reason := gpu.refusal(q, k, v, e, **arguments)) is not None:
         return reason
     if importlib.util.find_spec("jax_triton") is None:
@@ -35,8 +37,9 @@ def fused(q, k, v, e, **arguments):
     return flash.fused((forward, gpu.backward), gpu.INTERPRET, q, k, v, e, **arguments)
 
 
-def forward(spec, q, k, values, side):
+def forward(spec, q, k, values, side, bias):
     """(outs, log-sum-exp (B, H, Nq)) from q (B, Nq, H, D), k (B, Nk, K, D) and value streams."""
+    del bias  # refused
     tile = spec.tiles.forward
     visited = None if side is None else visits(spec, side, tile.block_q, tile.block_k)[0]
     return _foldable(functools.partial(_forward, spec))(q, k, values, side, visited)

@@ -78,7 +78,7 @@ def _cut(bias, batch, rows, heads, length):
     """
     if bias is None:
         return None, None
-    slopes = PartitionSpec((*(heads or ()), *(length or ())))
+    slopes = PartitionSpec((*_names(heads), *_names(length)))
     positions = bias.map_positions(lambda _: PartitionSpec(rows, None))
     return (
         bias.map_positions(lambda x: jnp.broadcast_to(x, (batch, x.shape[1]))),
@@ -86,9 +86,13 @@ def _cut(bias, batch, rows, heads, length):
     )
 
 
+def _names(axes):
+    """The mesh axes that cut one dimension, from its entry in a PartitionSpec."""
+    return (axes,) if isinstance(axes, str) else axes or ()
+
+
 def _extent(mesh, axes):
-    axes = (axes,) if isinstance(axes, str) else axes or ()
-    return math.prod(mesh.shape[axis] for axis in axes)
+    return math.prod(mesh.shape[axis] for axis in _names(axes))
 
 
 def _trade(arrays, axes, *, split, join):

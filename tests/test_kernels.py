@@ -16,7 +16,7 @@ import pallas_kernels
 from benchmarks import registers
 from benchmarks.fit import Fit, experiment, lower_step
 from benchmarks.registers import Registers
-from pallas_kernels import decode, flash, gpu, implementations, tape_attention, tiles
+from pallas_kernels import LinearBias, decode, flash, gpu, implementations, tape_attention, tiles
 from pallas_kernels.implementations import IMPLEMENTATIONS, Implementation
 from pallas_kernels.tiles import Tile, Tiles
 from tests.target import device, kernels, reported
@@ -25,14 +25,20 @@ from train import targets
 WIDTHS = (16, 32, 48, 64, 72, 80, 96, 128)
 
 
-def gradient(implementation, segments=False, **arguments):
-    """Forward and backward of one call, as a function of arrays and segment ids."""
+def gradient(implementation, segments=False, biased=False, **arguments):
+    """Forward and backward of one call, as a function of arrays and segment ids.
+
+    With `biased` the scores have a linear bias, whose positions are the segment ids.
+    """
 
     def grad(arrays, ids):
+        bias = LinearBias(jnp.ones(arrays[0].shape[2]), ids, ids) if biased else None
+
         def loss(arrays):
             both = tape_attention(
                 *arrays,
                 segment_ids=ids if segments else None,
+                score_mod=bias,
                 implementation=implementation,
                 **arguments,
             )
@@ -74,6 +80,8 @@ def test_every_shape_of_the_table_lowers_for_a_gpu(width, dtype):
         {"segments": True},
         {"causal": False},
         {"heads": (8, 2)},
+        {"biased": True},
+        {"biased": True, "segments": True, "heads": (8, 2)},
     ],
     ids=str,
 )
@@ -81,13 +89,16 @@ def test_every_shape_of_the_table_lowers_for_a_gpu(width, dtype):
 def test_kernels_for_an_h200(width, case):
     """Tensor cores without serialization, no spills, and no more shared memory than estimated."""
     sharding, case = SingleDeviceSharding(device("h200")), dict(case)
-    call = {name: case.pop(name) for name in ("segments", "causal") if name in case}
+    call = {name: case.pop(name) for name in ("segments", "causal", "biased") if name in case}
     lowered = targets.lower("h200", gradient("pallas", **call), *shapes(sharding, width, **case))
     found = kernels(lowered)
     chosen = tiles.choose(width, width, jnp.bfloat16, "9.0")
     # dk, dv and de of wide heads leave no register for a mask or a loop over grouped queries: up to
-    # 29 of them spill, by the version of ptxas. The plain causal kernel has room.
+    # 29 of them spill, by the version of ptxas. The plain causal kernel has room. For a bias the
+    # kernel of dq lacks three.
     spill = {"tape_attention_keys": 116} if width == 128 and (case or call) else {}
+    if width == 128 and call.get("biased"):
+        spill["tape_attention_queries"] = 12
     assert found.keys() == {f"tape_attention_{kernel}" for kernel in tiles.KERNELS}
     for name, kernel in found.items():
         tile = getattr(chosen, name.removeprefix("tape_attention_"))
@@ -116,20 +127,25 @@ def test_the_table_of_registers(width, dtype):
 
 
 @pytest.mark.aot
-def test_one_query_over_a_long_cache_for_an_h200():
-    """Keys are split: many small programs, with tiles no taller than the group needs."""
+@pytest.mark.parametrize(("biased", "rows"), [(False, "32x4x8x128"), (True, "32x1x32x128")])
+def test_one_query_over_a_long_cache_for_an_h200(biased, rows):
+    """Keys are split into 32 parts, with the 4 rows of a group in one tile; a bias differs by head.
+
+    Many small programs, with tiles no taller than the group needs.
+    """
     sharding = SingleDeviceSharding(device("h200"))
     kind = lambda *s, t="bfloat16": jax.ShapeDtypeStruct(s, jnp.dtype(t), sharding=sharding)  # noqa: E731
     q, k = kind(1, 1, 32, 128), kind(1, 8192, 8, 128)
     order = kind(1, 1, t="int32"), kind(1, 8192, t="int32")
 
     def step(q, k, v, e, order):
-        return tape_attention(q, k, v, e, positions=order, implementation="pallas")
+        bias = LinearBias(jnp.ones(32), *order) if biased else None
+        return tape_attention(q, k, v, e, positions=order, score_mod=bias, implementation="pallas")
 
     lowered = targets.lower("h200", step, q, k, k, k, order)
     (kernel,) = kernels(lowered).values()
     assert kernel.spilled == 0 and kernel.mma > 0
-    assert "32x4x8x128xbf16" in lowered.as_text()  # 32 parts of the cache, 4 rows of a group
+    assert f"{rows}xbf16" in lowered.as_text()
 
 
 def test_every_pallas_call_says_how_it_is_compiled():
@@ -391,6 +407,26 @@ def test_without_a_name_what_refuses_is_not_tried(prefer, monkeypatch):
     monkeypatch.setattr(implementations, "_compiles", broken)
     x = jnp.ones((1, 128, 2, 16))
     assert tape_attention(x, x, x, x)[0].shape == x.shape
+
+
+def test_choosing_compiles_with_a_linear_bias(prefer, caplog):
+    """What is compiled on trial, apart from the trace, has the bias that the call has."""
+    seen = []
+
+    def attend(*arrays, score_mod, **arguments):
+        seen.append(score_mod)
+        return IMPLEMENTATIONS["reference"].attend(*arrays, score_mod=score_mod, **arguments)
+
+    prefer(attend)
+
+    def loss(x, positions):
+        bias = LinearBias(jnp.asarray([0.5, 0.25]), positions, positions)
+        return tape_attention(x, x, x, x, score_mod=bias)[0].sum()
+
+    jax.jit(jax.grad(loss))(jnp.ones((1, 128, 2, 16)), jnp.arange(128)[None])
+    trial, call = seen
+    assert not caplog.text
+    assert jax.tree.map(jnp.shape, trial) == jax.tree.map(jnp.shape, call)
 
 
 @pytest.mark.parametrize("device", ["cpu", None, jax.devices("cpu")[0]])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels import ScoreMod
+from pallas_kernels import LinearBias, ScoreMod
 from tape_jax import ModelConfig, Transformer
 from tape_jax.sharded_attention import sharded_attention
 from tape_jax.sharding import (
@@ -82,7 +82,7 @@ def test_loss_and_gradients_equal_one_device(name, scan, attention, monkeypatch)
 COLLECTIVES = "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute"
 
 
-def collectives(mesh, implementation, heads=(8, 4)):
+def collectives(mesh, implementation, heads=(8, 4), biased=False):
     """Sharded attention over this mesh equals attention.
 
     Returns:
@@ -92,9 +92,15 @@ def collectives(mesh, implementation, heads=(8, 4)):
     shapes = [(8, 16, heads[0], 16), *[(8, 16, heads[1], 16)] * 3]
     arrays = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
     ids = jnp.asarray(np.sort(rng.integers(0, 3, (8, 16))), jnp.int32)
+    slopes = jnp.asarray(2.0 ** -np.arange(heads[0]), jnp.float32)
 
     def loss(arrays, ids):
-        both = sharded_attention(*arrays, segment_ids=ids, implementation=implementation)
+        both = sharded_attention(
+            *arrays,
+            segment_ids=ids,
+            score_mod=LinearBias(slopes, 3 * ids, jnp.arange(16)[None]) if biased else None,
+            implementation=implementation,
+        )
         return sum((x**2).sum(axis=(1, 2, 3)) for x in both)
 
     def grad(arrays, ids):  # by row: a sum over rows would be a collective of its own
@@ -134,6 +140,25 @@ def test_sequences_cut_over_devices_are_traded_for_heads(monkeypatch):
     found, kept = collectives(mesh, "pallas")
     assert kept and found.keys() == {"all-reduce", "all-to-all"} and found["all-reduce"] == 1
     assert found["all-to-all"] <= 12  # q, k, v, e in and two out, and the same back
+
+
+@pytest.mark.parametrize(
+    ("sizes", "counts"),
+    [
+        ({"data": 2, "tensor": 4}, {"all-reduce": 1}),
+        ({"data": 2, "context": 4}, {"all-reduce": 1, "all-to-all": 12}),
+        ({"data": 2, "context": 2, "tensor": 2}, {"all-reduce": 2, "all-to-all": 12}),
+    ],
+    ids=str,
+)
+def test_a_linear_bias_is_cut_as_its_heads_are(sizes, counts, monkeypatch):
+    """Over rows and heads, and over the heads that lengths are traded for; groups stay whole.
+
+    Nothing is gathered, and nothing but the loss reduced: over heads and over lengths.
+    """
+    run_on_cpu("pallas", monkeypatch)
+    mesh = make_mesh(MeshConfig(**sizes))
+    assert collectives(mesh, "pallas", biased=True) == (counts, True)
 
 
 def test_too_few_heads_to_trade(monkeypatch):

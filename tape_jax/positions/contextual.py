@@ -77,9 +77,7 @@ class CoPE(Encoding):
     def score_mod(self, q, q_positions, k_positions, config):
         """score_ij + q_i . e[p_ij]."""
         embedding = _Cope(self.count, config.head_width, name="position")()
-        z = jnp.einsum(
-            "bnhd,dp->bhnp", q, embedding.astype(q.dtype), preferred_element_type=jnp.float32
-        )
+        z = jnp.einsum("bnhd,dp->bhnp", q.astype(jnp.float32), embedding)
 
         def add(scores, q_index, k_index):
             p = contextual_positions(scores, self.count)

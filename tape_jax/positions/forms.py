@@ -38,8 +38,8 @@ class Form(Protocol):
         """x as the logits see it; query head h uses the state of its group, h // G."""
         ...
 
-    def normalise(self, e: Float[Array, "B N K S"]) -> Float[Array, "B N K S"]:
-        """e with every complex number (block) at the modulus of an unscaled start."""
+    def normalise(self, e: Float[Array, "B N K S"], modulus: float) -> Float[Array, "B N K S"]:
+        """e with every complex number at this modulus, every block at sqrt(L) times it."""
         ...
 
 
@@ -61,10 +61,10 @@ class Complex:
         """z * x."""
         return rotate_heads(x, e)
 
-    def normalise(self, e):
-        """z / |z|."""
+    def normalise(self, e, modulus):
+        """modulus z / |z|."""
         parts = jnp.stack(jnp.split(e, 2, axis=-1), axis=-1)
-        unit = _to_modulus(parts, 1.0)
+        unit = _to_modulus(parts, modulus)
         return jnp.concatenate([unit[..., 0], unit[..., 1]], axis=-1)
 
 
@@ -87,9 +87,9 @@ class Pair:
         c, s = jnp.split(e[..., None, :], 2, axis=-1)
         return (grouped * c + turned * s).reshape(x.shape).astype(x.dtype)
 
-    def normalise(self, e):
-        """Every (c, s) at modulus 1."""
-        return Complex().normalise(e)
+    def normalise(self, e, modulus):
+        """Every (c, s) at the modulus."""
+        return Complex().normalise(e, modulus)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,10 +117,10 @@ class Blocks:
         """e_m^T x_m for each block."""
         return project_blocks(x, e, (self.rows, self.columns))
 
-    def normalise(self, e):
-        """Every block at the Frobenius norm sqrt(L), that of its L rows of norm 1 at the start."""
+    def normalise(self, e, modulus):
+        """Every block at the Frobenius norm that L rows of norm `modulus` have at the start."""
         parts = e.reshape(*e.shape[:-1], -1, self.rows * self.columns)
-        return _to_modulus(parts, self.rows**0.5).reshape(e.shape)
+        return _to_modulus(parts, modulus * self.rows**0.5).reshape(e.shape)
 
 
 def rotary_blocks(z: Float[Array, "B N K D"]) -> Float[Array, "B N K S"]:

@@ -80,7 +80,10 @@ class TapeUpdate(nn.Module):
             state = state + self._post(after_attention, mixed).astype(state.dtype)
         if encoding.contextualize in ("both", "mlp"):
             state = state + self._mlp(after_mlp, state, gate_input).astype(state.dtype)
-        return encoding.form.normalise(state) if encoding.unit else state
+        if encoding.unit:
+            modulus = encoding.scaling.magnitude(state.shape[1])
+            state = encoding.form.normalise(state, modulus)
+        return state
 
     def _post(self, view, mixed):
         """The linear map after the position attention (Eq. 7)."""
@@ -129,8 +132,9 @@ class Tape(Rotary):
       contextualize: which updates act: "both", "attention" (Eq. 7) or "mlp" (Eq. 8); the last two
         are rows of the paper's Table 6.
       mixing: along which axis they mix: "heads", or an ablation of `tape_jax.positions.mixing`.
-      unit: our own extension: after every update z becomes z / |z|. The modulus is invariant, so
-        the update stays equivariant, and logits cannot drift with depth by the size of the state.
+      unit: our own extension: after every update z becomes z / |z|, times the magnitude that its
+        scaling started with. The modulus is invariant, so the update stays equivariant, and logits
+        cannot drift with depth by the size of the state.
       state_dtype: the dtype the state is carried in; angles are float32 whatever it is.
     """
 
