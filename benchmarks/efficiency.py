@@ -30,12 +30,11 @@ import tyro
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from benchmarks import timing
+from benchmarks import costs, timing
 from pallas_kernels import IMPLEMENTATIONS, tape_attention
 from pallas_kernels.implementations import Implementation
-from tape_jax import ModelConfig, Transformer, positions
+from tape_jax import ModelConfig, positions
 from tape_jax.attention import Attention
-from tape_jax.model import Block
 
 BASE = "rope"
 
@@ -123,12 +122,12 @@ def variants() -> list[Variant]:
     """Every registered encoding; those that mix a state also with separate calls."""
     found = []
     for name in positions.names():
-        encoding = positions.get(name)
-        found.append(Variant(encoding))
-        config = ModelConfig(position=encoding)
-        state = encoding.initial_state(jnp.zeros((1, 1), jnp.int32), config)
-        if encoding.values(state) is not None:
-            found.append(Variant(encoding, separate=True))
+        variant = Variant(positions.get(name))
+        found.append(variant)
+        state = timing.attempt(costs.state, variant.config(), 1)
+        failed = isinstance(state, Exception)  # its row will say why
+        if not failed and variant.encoding.values(state) is not None:
+            found.append(Variant(variant.encoding, separate=True))
     return found
 
 
@@ -137,33 +136,14 @@ def variants() -> list[Variant]:
 
 def count(variant: Variant, benchmark: Benchmark) -> dict[str, float]:
     """The figures that do not vary: operations, parameters, bytes of state."""
-    ids = jax.ShapeDtypeStruct((1, benchmark.length), jnp.int32)
-    with (
-        variant.attention("reference", apart=True) as attention,
-        jax.default_device(jax.devices("cpu")[0]),
-    ):
-        model = Transformer(variant.config(num_layers=benchmark.layers, attention=attention))
-        params = jax.eval_shape(model.init, jax.random.key(0), ids)
-        compiled = jax.jit(model.apply).lower(params, ids).compile()
-    state = jax.tree.leaves(_state_inside(variant.config(), benchmark.length))
-    return {
-        "gflop": compiled.cost_analysis()["flops"] / 1e9,
-        "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
-        "state_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in state) / benchmark.length,
-    }
-
-
-def _state_inside(config, length):
-    """Shapes of the state of a layer inside the stack: what one block makes of the first."""
-    at = jnp.arange(length, dtype=jnp.int32)[None]
-    x = jnp.zeros((1, length, config.hidden_size), config.dtype)
-    block = Block(config)
-
-    def after(key):
-        first = config.position.initial_state(at, config)
-        return block.init_with_output(key, x, first, at, None)[0][1]
-
-    return jax.eval_shape(after, jax.random.key(0))
+    with variant.attention("reference", apart=True) as attention:
+        config = variant.config(num_layers=benchmark.layers, attention=attention)
+        program = costs.forward(config, benchmark.length).compile(costs.OPTIONS)
+        return {
+            "gflop": program.cost_analysis()["flops"] / 1e9,
+            "parameters": costs.parameters(config),
+            "state_bytes": costs.state_bytes(config),
+        }
 
 
 def make_layer(variant: Variant, benchmark: Benchmark) -> timing.Run:
@@ -172,9 +152,8 @@ def make_layer(variant: Variant, benchmark: Benchmark) -> timing.Run:
     with variant.attention(within=None) as attention:
         config = variant.config(dtype=dtype, attention=attention)
         at = jnp.arange(benchmark.length, dtype=jnp.int32)[None]
-        first = config.position.initial_state(at, config)
-        inside = _state_inside(config, benchmark.length)
-        state = jax.tree.map(lambda x, like: jnp.broadcast_to(x, like.shape), first, inside)
+        shape = costs.state(config, benchmark.length)
+        state = None if shape is None else jnp.ones(shape.shape, shape.dtype)
         x = jax.random.normal(jax.random.key(0), (1, benchmark.length, config.hidden_size), dtype)
         layer = Attention(config)
         params = jax.jit(layer.init)(jax.random.key(1), x, state, at, None)

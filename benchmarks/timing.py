@@ -92,12 +92,15 @@ def on_device(runs: Mapping[Key, Run], rounds: int) -> dict[Key, float | Excepti
     return interleaved(runs, rounds, jax.block_until_ready, shortest)
 
 
-def compiled(programs: Mapping[Key, Run]) -> dict[Key, Any]:
+def compiled(
+    programs: Mapping[Key, Run], options: Mapping[str, Any] | None = None
+) -> dict[Key, Any]:
     """Each program compiled, or what it raised.
 
     Args:
       programs: functions that return a `jax.stages.Lowered`. They run one after the other, because
         they are Python; the compiler runs on all cores.
+      options: of the compiler.
     """
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         started = {}
@@ -105,7 +108,8 @@ def compiled(programs: Mapping[Key, Run]) -> dict[Key, Any]:
             for key, lower in programs.items():
                 lowered = attempt(lower)
                 failed = isinstance(lowered, Exception)
-                started[key] = lowered if failed else pool.submit(attempt, lowered.compile)
+                work = None if failed else pool.submit(attempt, lowered.compile, options)
+                started[key] = lowered if failed else work
             return {k: x if isinstance(x, Exception) else x.result() for k, x in started.items()}
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)

@@ -1,10 +1,17 @@
 """Experiments by name: functions that return a frozen TrainConfig."""
 
-from configs import addition
+from configs import addition, c4, state_tracking
 from tape_jax.errors import unknown
 from train.config import TrainConfig
 
-CONFIGS = {"addition-demo": addition.demo, "addition-paper": addition.paper}
+CONFIGS = {
+    "addition-demo": addition.demo,
+    "addition-small": addition.small,
+    "addition-paper": addition.paper,
+    "state-tracking-small": state_tracking.small,
+    "state-tracking": state_tracking.full,
+    "c4-155m": c4.paper,
+}
 
 
 def names() -> list[str]:

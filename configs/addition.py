@@ -1,4 +1,4 @@
-"""Addition: a demonstration for two CPU cores, and the paper's setting."""
+"""Addition: a demonstration and a comparison for two CPU cores, and the paper's setting."""
 
 from tape_jax import ModelConfig, positions
 from train.config import TrainConfig
@@ -28,6 +28,31 @@ def demo() -> TrainConfig:
         batch_size=128,
         eval_every=250,
         save_every=100,
+    )
+
+
+def small() -> TrainConfig:
+    """For comparing encodings on two CPU cores: up to 5 digits, tested up to 10."""
+    return TrainConfig(
+        name="addition-small",
+        model=ModelConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=96,
+            intermediate_size=192,
+            num_layers=3,
+            num_heads=4,
+            initializer_range=0.08,
+            position=positions.Tape(),
+            scan_layers=False,
+        ),
+        task=Addition(max_digits=5, eval_digits=10, eval_examples=16),
+        optimizer=OptimizerConfig(
+            learning_rate=2e-3, warmup_steps=50, b2=0.98, final_fraction=0.02
+        ),
+        steps=1_000,
+        batch_size=128,
+        eval_every=1_000,
+        save_every=250,
     )
 
 

@@ -10,12 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import attention, autotune, device_check, efficiency, timing
+from benchmarks import attention, autotune, device_check, efficiency, encodings, timing
 from benchmarks.device_check import Case
 from pallas_kernels import IMPLEMENTATIONS, gpu, tape_attention, tiles
 from pallas_kernels.tiles import Tile
-from tape_jax import positions
-from tape_jax.positions import NoPE
 
 # --- timing ---------------------------------------------------------------------------------------
 
@@ -195,6 +193,8 @@ def command(module, monkeypatch, *arguments):
         (attention, ["--implementations", "referenc"], "did you mean reference"),
         (attention, ["--implementations", "pallas"], "on cpu"),
         (efficiency, ["--layers", "0"], "efficiency.layers"),
+        (encodings, ["--layers", "1"], "encodings.layers=1 must be >= 2"),
+        (encodings, ["--encodings", "fier"], "did you mean fire"),
         (autotune, ["--widths", "48"], "autotune.widths"),
         (autotune, ["--out", "/nowhere/tiles.json"], "autotune.out"),
         (autotune, [], "on a GPU, and JAX found only cpu"),
@@ -205,56 +205,6 @@ def test_bad_input_ends_with_the_field_and_a_fix(module, arguments, says, monkey
         command(module, monkeypatch, *arguments)
     assert stop.value.code not in (0, None)
     assert says in f"{capsys.readouterr().err} {stop.value}"
-
-
-# --- efficiency -----------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Unfinished(NoPE):
-    name: str = "unfinished"
-
-    def rotate(self, q, k, state):
-        raise NotImplementedError("to be written")
-
-
-@pytest.mark.slow
-def test_efficiency_of_every_registered_encoding(tmp_path, monkeypatch):
-    monkeypatch.setitem(positions.ENCODINGS, "unfinished", Unfinished)
-    efficiency.run(efficiency.Benchmark(layers=2, length=128, rounds=2, out=tmp_path))
-    report = json.loads((tmp_path / "efficiency.json").read_text())
-    rows = {row["name"]: row for row in report["rows"]}
-    assert set(rows) >= {*positions.names(), "tape, separate"} and "rope, separate" not in rows
-    assert "to be written" in rows["unfinished"]["error"]
-    base = rows["rope"]["figures"]
-    for name in ("nope", "rope", "tape", "tape, separate"):
-        row = rows[name]
-        assert row["error"] is None and set(row["figures"]) == set(efficiency.MEASURES)
-        for measure, ratio in row["ratios"].items():
-            assert ratio == pytest.approx(row["figures"][measure] / base[measure])
-    tape, separate = rows["tape"]["figures"], rows["tape, separate"]["figures"]
-    assert tape["state_bytes"] == 12 * 64 * 4 and base["state_bytes"] == 64 * 4
-    # One layer mixes the state: 12 N^2 D H operations in three calls against 6 fused.
-    calls = 1e9 * (separate["gflop"] - tape["gflop"]) / (128**2 * 768)
-    assert 6.0 <= calls < 7.0
-    assert rows["tape"]["paper_ratios"]["gflop"] == pytest.approx(365.65 / 321.10)
-    assert rows["tape, separate"]["paper_ratios"] == {
-        "iterations_per_second": pytest.approx(1775 / 4810)
-    }
-    assert "separate" not in IMPLEMENTATIONS
-    assert (tmp_path / "efficiency.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_separate_calls_give_what_the_fused_attention_gives():
-    q, k, v, e = attention.Shape(2, 20, 2, 16).arrays("float32")
-    variant = efficiency.Variant(positions.Tape(), separate=True)
-    want = tape_attention(q, k, v, e, implementation="reference")
-    for apart in (False, True):
-        with variant.attention("reference", apart) as name:
-            got = tape_attention(q, k, v, e, implementation=name)
-            assert tape_attention(q, k, v, implementation=name)[1] is None
-        for ours, theirs in zip(got, want, strict=True):
-            np.testing.assert_allclose(ours, theirs, atol=1e-6)
 
 
 # --- autotune -------------------------------------------------------------------------------------

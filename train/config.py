@@ -1,33 +1,62 @@
-"""TrainConfig, and how a command line, a named config and a saved run become one."""
+"""TrainConfig: what an experiment is, how it is checked, saved and read back."""
 
-import argparse
 import dataclasses
 import json
-import sys
 import types
 import typing
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-import tyro
 
 from pallas_kernels import IMPLEMENTATIONS
 from tape_jax import ModelConfig, positions
 from tape_jax.errors import check_choices, unknown
 from train.data.addition import Addition
+from train.data.state_tracking import StateTracking
 from train.data.task import Task
+from train.data.tokens import Tokens
 from train.mesh import MeshConfig, check_divisible
 from train.optimizer import OptimizerConfig
 
-TASKS: dict[str, type[Task]] = {"addition": Addition}
-
-_REGISTRIES: dict[type, Mapping[str, type]] = {
-    positions.Encoding: positions.ENCODINGS,
-    Task: TASKS,
+TASKS: dict[str, type[Task]] = {
+    "addition": Addition,
+    "state-tracking": StateTracking,
+    "tokens": Tokens,
 }
-"""Base class -> its kinds by their `name` field: how a saved config finds its classes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Registry:
+    """The kinds of a base class.
+
+    Attributes:
+      classes: by the `name` field of their instances: how a saved config finds its classes.
+      make: an instance from a name, which may also be that of a variant; raises ValueError.
+    """
+
+    classes: Mapping[str, type]
+    make: Callable[[str], Any]
+
+
+def _registry(kind: str, classes: Mapping[str, type]) -> Registry:
+    """A registry without variants; `kind` is what an unknown name is said to be none of."""
+
+    def make(name: str) -> Any:
+        if name not in classes:
+            raise ValueError(unknown(kind, name, classes))
+        return classes[name]()
+
+    return Registry(classes, make)
+
+
+REGISTRIES: Mapping[type, Registry] = {
+    positions.Encoding: Registry(positions.ENCODINGS, positions.get),
+    positions.Scaling: _registry("scaling", positions.SCALINGS),
+    positions.Start: _registry("start", positions.STARTS),
+    Task: _registry("task", TASKS),
+}
+"""Base class -> its kinds. Whatever part of a config is an instance can be chosen by name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +95,7 @@ class TrainConfig:
                 raise ValueError(f"{field}={getattr(self, field)} must be >= 1")
         if self.model.dtype == "float16":
             raise ValueError("model.dtype='float16' needs loss scaling; train in 'bfloat16'")
-        if type(self.task) is not TASKS.get(self.task.name):
-            raise ValueError(unknown("task.name", self.task.name, TASKS))
+        check_names(self)
         check_platform(self.model)
         check_choices(self.task, "task")
         check_choices(self.optimizer, "optimizer")
@@ -93,6 +121,30 @@ class TrainConfig:
             )
 
 
+def registered(config: Any, path: str = "") -> Iterator[tuple[str, Registry, Any]]:
+    """(path, registry, part) of every part of a config that is chosen by name, outermost first."""
+    for field in dataclasses.fields(config):
+        part, where = getattr(config, field.name), f"{path}{field.name}"
+        if not dataclasses.is_dataclass(part):
+            continue
+        for base, registry in REGISTRIES.items():
+            if isinstance(part, base):
+                yield where, registry, part
+        yield from registered(part, f"{where}.")
+
+
+def check_names(config: Any) -> None:
+    """Raises ValueError when the `name` of a registered part is not that of its class."""
+    for path, registry, part in registered(config):
+        if part.name not in registry.classes:
+            raise ValueError(unknown(f"{path}.name", part.name, registry.classes))
+        if type(part) is not registry.classes[part.name]:
+            raise ValueError(
+                f"{path}.name={part.name!r} names a {registry.classes[part.name].__name__}, but"
+                f" {path} is a {type(part).__name__}"
+            )
+
+
 def check_platform(model: ModelConfig) -> None:
     """Raises ValueError when `model.attention` names what does not run on this machine."""
     here, name = jax.default_backend(), model.attention
@@ -115,11 +167,11 @@ def from_dict(cls: type, values: Mapping[str, Any]) -> Any:
     Raises:
       ValueError: unknown fields or names, with the nearest known ones.
     """
-    if cls in _REGISTRIES:
-        registry = _REGISTRIES[cls]
-        if values["name"] not in registry:
-            raise ValueError(unknown(cls.__name__, values["name"], registry))
-        cls = registry[values["name"]]
+    if cls in REGISTRIES:
+        classes = REGISTRIES[cls].classes
+        if values["name"] not in classes:
+            raise ValueError(unknown(cls.__name__, values["name"], classes))
+        cls = classes[values["name"]]
     hints = typing.get_type_hints(cls)
     for field in values:
         if field not in cls.__dataclass_fields__:
@@ -146,47 +198,3 @@ def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any], path="") -> 
         elif a != b:
             lines.append(f"{path}{field}: {b!r} -> {a!r}")
     return lines
-
-
-def parse(args: Sequence[str] | None = None) -> tuple[argparse.Namespace, TrainConfig]:
-    """The command line: where to run, and a named config with any of its fields set.
-
-    `--model.position.name NAME` replaces the whole encoding, whose own fields can then be set.
-    Unknown configs and fields exit with the nearest names.
-    """
-    import configs
-
-    args = list(sys.argv[1:] if args is None else args)
-    parser = argparse.ArgumentParser(
-        description="Train a named experiment. A run found in the work directory is continued.",
-        epilog="Every field of the experiment can be set too: give --config NAME --help.",
-        add_help="--config" not in args,
-        allow_abbrev=False,
-    )
-    known = ", ".join(configs.names())
-    parser.add_argument("--config", required=True, help=f"the experiment: {known}")
-    parser.add_argument("--workdir", type=Path, help="config, checkpoints, metrics, evaluations")
-    parser.add_argument(
-        "--allow-config-change",
-        action="store_true",
-        help="continue the run in the work directory although its saved config differs",
-    )
-    parser.add_argument("--model.position.name", dest="encoding", help=argparse.SUPPRESS)
-    ours, rest = parser.parse_known_args(args)
-    try:
-        default = configs.get(ours.config)
-        if ours.encoding is not None:
-            model = dataclasses.replace(default.model, position=positions.get(ours.encoding))
-            default = dataclasses.replace(default, model=model)
-        config = tyro.cli(
-            TrainConfig,
-            args=rest,
-            default=default,
-            prog=f"{parser.prog} --config {ours.config} --workdir DIR [--allow-config-change]",
-            description=f"The fields of {ours.config!r} and their values.",
-        )
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
-    if ours.workdir is None:
-        raise SystemExit("error: --workdir DIR is required: where the run is kept")
-    return ours, config

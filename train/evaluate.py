@@ -1,14 +1,24 @@
-"""Score a checkpoint again: `python -m train.evaluate --workdir DIR [--step N]`."""
+"""Measure what a run has learned: `python -m train.evaluate [COMMAND] --workdir DIR ...`.
+
+task (when no command is named): score a checkpoint on its own task again.
+stability: how much the inside of several runs changes when a sentence is moved.
+"""
 
 import dataclasses
 import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
 import tyro
+from rich.console import Console
+from rich.progress import track
 
+from tape_jax.errors import unknown
 from train.checkpoint import Checkpoints, load_config
 from train.config import TrainConfig
+from train.evals.stability import changes, tabulate, write_stability
 from train.interrupt import Interrupt
 from train.loop import evaluate
 from train.mesh import MeshConfig, make_mesh
@@ -22,6 +32,7 @@ def evaluate_checkpoint(
     mesh: MeshConfig = MeshConfig(),  # noqa: B008 - frozen
     eval_examples: int | None = None,
     eval_digits: int | None = None,
+    eval_length: int | None = None,
 ) -> dict[str, float] | None:
     """Scores the newest checkpoint of a run, or the one of a step, on any number of devices.
 
@@ -29,15 +40,20 @@ def evaluate_checkpoint(
       workdir: where the run lives; its config is read from there.
       step: which checkpoint; the newest when None.
       mesh: how this machine's devices are used, whatever the training used.
-      eval_examples: problems per cell, instead of the config's.
+      eval_examples: addition's problems per cell, or words, instead of the config's.
       eval_digits: longest operands scored, instead of the config's.
+      eval_length: elements of a scored word, instead of the config's.
 
     Raises:
+      ValueError: a field that the task of the run does not have.
       FileNotFoundError: no run or no such checkpoint there.
     """
-    changes = {"eval_examples": eval_examples, "eval_digits": eval_digits}
+    asked = {"eval_examples": eval_examples, "eval_digits": eval_digits, "eval_length": eval_length}
+    asked = {field: value for field, value in asked.items() if value is not None}
     config: TrainConfig = load_config(workdir)
-    task = dataclasses.replace(config.task, **{k: v for k, v in changes.items() if v is not None})
+    for field in asked.keys() - {field.name for field in dataclasses.fields(config.task)}:
+        raise ValueError(f"{field}={asked[field]}: task {config.task.name!r} has no such field")
+    task = dataclasses.replace(config.task, **asked)
     config = dataclasses.replace(config, task=task, mesh=mesh)
     config.validate()
     devices = make_mesh(mesh)
@@ -47,11 +63,55 @@ def evaluate_checkpoint(
         return evaluate(config, workdir, devices, state.params, int(state.step), stop, log)
 
 
-def main() -> None:
+def evaluate_stability(
+    workdirs: tuple[Path, ...], out: Path, sequences: int = 8, seed: int = 0
+) -> None:
+    """Compares what moving a sentence changes inside the newest checkpoints of several runs.
+
+    Args:
+      workdirs: where the runs live.
+      out: folder of stability.json and stability.png.
+      sequences: sentences of each run's own task.
+      seed: of the sentences.
+
+    Raises:
+      ValueError: no sequences.
+      FileNotFoundError: no run or no checkpoint in one of the work directories.
+    """
+    if sequences < 1:
+        raise ValueError(f"sequences={sequences} must be >= 1")
+    configs = {workdir: load_config(workdir) for workdir in workdirs}
+    mesh, runs = make_mesh(MeshConfig()), []
+    for workdir, config in configs.items():
+        name = f"{config.model.position.name} ({workdir})"
+        state = Checkpoints(workdir, config.keep).read(abstract_state(config, mesh))
+        rows = config.task.probe(seed, sequences)
+        found = changes(
+            config.model, state.params, rows, config.task.filler, lambda x, n=name: track(x, n)
+        )
+        runs.append({"run": name, "step": int(state.step), "changes": found})
+    write_stability(out, runs, sequences)
+    console = Console()
+    console.print(tabulate(runs))
+    console.print(f"kept in {out}", markup=False)
+
+
+COMMANDS: Mapping[str, Callable] = {
+    "task": evaluate_checkpoint,
+    "stability": evaluate_stability,
+}
+
+
+def main(args: Sequence[str] | None = None) -> None:
     """The command."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    args = list(sys.argv[1:] if args is None else args)
+    named = bool(args) and not args[0].startswith("-")
+    name = args.pop(0) if named else "task"
     try:
-        tyro.cli(evaluate_checkpoint)
+        if name not in COMMANDS:
+            raise ValueError(unknown("command", name, COMMANDS))
+        tyro.cli(COMMANDS[name], args=args, prog=f"python -m train.evaluate {name}")
     except (ValueError, FileNotFoundError) as error:
         raise SystemExit(f"error: {error}") from None
 

@@ -5,7 +5,10 @@ import types
 
 
 class Interrupt:
-    """While entered, the first SIGTERM or SIGINT only sets a flag; a second SIGINT aborts."""
+    """While entered, the first SIGTERM or SIGINT only sets a flag; a second SIGINT aborts.
+
+    One that is entered within another passes the request on: what it was part of stops as well.
+    """
 
     def __init__(self):
         """Nothing requested yet."""
@@ -27,7 +30,10 @@ class Interrupt:
         """Whether to stop soon."""
         return self.signal is not None
 
-    def _request(self, number: int, _: types.FrameType | None) -> None:
+    def _request(self, number: int, frame: types.FrameType | None) -> None:
         if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.signal = signal.Signals(number)
+        outer = getattr(self._previous[self.signal], "__self__", None)
+        if isinstance(outer, Interrupt):
+            outer._request(number, frame)

@@ -15,7 +15,14 @@ from train.interrupt import Interrupt
 from train.mesh import make_mesh
 from train.report import write_report
 from train.runlog import RunLog
-from train.step import TrainState, abstract_state, jit_train_step, make_state, shardings_of
+from train.step import (
+    TrainState,
+    abstract_state,
+    count_parameters,
+    jit_train_step,
+    make_state,
+    shardings_of,
+)
 from train.throughput import utilisation
 
 
@@ -54,7 +61,7 @@ def _restore_or_initialise(config, mesh, checkpoints, data, log) -> TrainState:
         log.say(f"continuing from the checkpoint of step {int(state.step)}")
         log.write("event", int(state.step), {"event": "resumed"})
         return state
-    count = sum(math.prod(x.shape) for x in jax.tree.leaves(abstract.params))
+    count = count_parameters(abstract.params)
     log.say(f"starting from scratch: {count:,} parameters, seed {config.seed}")
     where = shardings_of(abstract)
     return jax.jit(lambda: make_state(config, config.seed), out_shardings=where)()
@@ -92,9 +99,14 @@ def _loop(config, workdir, mesh, state, data, checkpoints, stop, log) -> int:
     return step
 
 
+def evaluation_folder(workdir: Path, step: int) -> Path:
+    """Where the evaluation of a step is kept."""
+    return workdir / "eval" / f"step-{step:08d}"
+
+
 def evaluate(config, workdir, mesh, params, step, stop, log) -> dict[str, float] | None:
     """Scores the parameters, logs the result and writes the report; None when told to stop."""
-    folder = workdir / "eval" / f"step-{step:08d}"
+    folder = evaluation_folder(workdir, step)
     scorer = Scorer(
         Transformer(config.model),
         params,
@@ -109,7 +121,7 @@ def evaluate(config, workdir, mesh, params, step, stop, log) -> dict[str, float]
         return None
     log.write("eval", step, summary)
     figures = ", ".join(f"{name} {100 * value:.2f} %" for name, value in summary.items())
-    log.say(f"step {step}: exact match {figures}  ({folder})")
+    log.say(f"step {step}: {config.task.metric} {figures}  ({folder})")
     if jax.process_index() == 0:
         write_report(workdir, config, step, folder, summary)
     return summary

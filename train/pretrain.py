@@ -1,17 +1,24 @@
 """Train a model from scratch: `python -m train.pretrain --config NAME --workdir DIR`."""
 
+import argparse
 import logging
 
 from absl import flags
 
-from train.config import parse
+from train.command_line import parse
 from train.loop import NonFiniteError, train
 
 
 def main() -> None:
     """The command. Exit status 0 when done or stopped by a signal, 1 on bad input or a bad step."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    where, config = parse()
+    options = argparse.ArgumentParser(add_help=False)
+    options.add_argument(
+        "--allow-config-change",
+        action="store_true",
+        help="continue the run in the work directory although its saved config differs",
+    )
+    where, config = parse(parents=[options])
     flags.FLAGS.mark_as_parsed()  # grain's workers read absl flags
     try:
         train(config, where.workdir, where.allow_config_change)

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from train.config import TrainConfig, to_dict
@@ -19,7 +20,7 @@ def write_report(
     text = [
         f"# {config.name}: step {step} of {config.steps}",
         f"Position encoding `{config.model.position.name}`, task `{config.task.name}`.",
-        "| | exact match |\n|---|---|\n" + "\n".join(rows),
+        f"| | {config.task.metric} |\n|---|---|\n" + "\n".join(rows),
         *pictures,
         "![curves](curves.png)",
         "## Config",
@@ -30,15 +31,30 @@ def write_report(
     return path
 
 
+def evaluations(workdir: Path) -> dict[int, dict[str, float]]:
+    """Step -> the headline numbers of its evaluation."""
+    records = read_metrics(workdir, "eval")
+    return {
+        step: {name: x for name, x in record.items() if name not in ("kind", "step")}
+        for step, record in records.items()
+    }
+
+
+def plot_loss(axes: Axes, workdir: Path, **style) -> None:
+    """The training loss by step, as one line."""
+    steps = read_metrics(workdir, "train")
+    axes.plot(list(steps), [r["loss"] for r in steps.values()], **style)
+    axes.set(title="training loss", xlabel="step", yscale="log")
+
+
 def draw_curves(workdir: Path) -> Figure:
     """Loss and evaluations by step, and the position state's size by layer where there is one."""
-    steps, evals = read_metrics(workdir, "train"), read_metrics(workdir, "eval")
+    steps, evals = read_metrics(workdir, "train"), evaluations(workdir)
     figure = Figure(figsize=(11, 3.4), layout="constrained")
     loss, score, size = figure.subplots(1, 3)
-    loss.plot(list(steps), [r["loss"] for r in steps.values()])
-    loss.set(title="training loss", xlabel="step", yscale="log")
-    for name in dict.fromkeys(k for r in evals.values() for k in r if k not in ("kind", "step")):
-        points = {s: r[name] for s, r in evals.items() if name in r}
+    plot_loss(loss, workdir)
+    for name in dict.fromkeys(name for summary in evals.values() for name in summary):
+        points = {step: summary[name] for step, summary in evals.items() if name in summary}
         score.plot(list(points), list(points.values()), marker="o", label=name)
     score.set(title="evaluation", xlabel="step", ylim=(-0.02, 1.02))
     if evals:

@@ -1,5 +1,6 @@
 """The training state and the jitted step: loss as a sum and a weight, divided once."""
 
+import math
 from collections.abc import Callable
 
 import flax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from tape_jax import Transformer
-from tape_jax.sharding import parameter_shardings
+from tape_jax.sharding import constrain, parameter_shardings
 from train.config import TrainConfig
 from train.optimizer import make_optimizer, make_schedule
 
@@ -48,6 +49,11 @@ def abstract_state(config: TrainConfig, mesh: jax.sharding.Mesh) -> TrainState:
     )
 
 
+def count_parameters(params) -> int:
+    """Numbers in a tree of arrays or shapes."""
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(params))
+
+
 def shardings_of(state: TrainState) -> TrainState:
     """Where each array of an (abstract) state lives."""
     return jax.tree.map(lambda x: x.sharding, state)
@@ -55,7 +61,9 @@ def shardings_of(state: TrainState) -> TrainState:
 
 def loss_sums(params, model: Transformer, batch: Batch):
     """Summed cross entropy of the scored targets, and (weight, hits, position norms)."""
-    logits, collected = model.apply({"params": params}, batch["tokens"], mutable=["metrics"])
+    logits, collected = model.apply(
+        {"params": params}, batch["tokens"], batch.get("positions"), mutable=["metrics"]
+    )
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
     hits = (logits.argmax(-1) == batch["targets"]) * batch["weights"]
     norms = collected.get("metrics", {})
@@ -88,9 +96,22 @@ def mean_gradients(params, model: Transformer, batch: Batch, accumulation: int):
     return loss / weight, jax.tree.map(lambda g: g / weight, grads), (weight, hits, norms)
 
 
+def with_positions(batch: Batch, config: TrainConfig, step: jax.Array) -> Batch:
+    """The batch with the positions its encoding draws for training, if it draws any.
+
+    One draw a step, of a sequence of positions for every row. It depends on the seed and the step
+    alone, so a run that is continued draws what it would have drawn.
+    """
+    key = jax.random.fold_in(jax.random.key(config.seed), step)
+    rows, length = batch["tokens"].shape
+    drawn = config.model.position.training_positions(key, rows, length)
+    return batch if drawn is None else batch | {"positions": constrain(drawn, "batch", "length")}
+
+
 def train_step(state: TrainState, batch: Batch, config: TrainConfig):
     """One optimizer step: the new state, and the figures of the step it took."""
     model = Transformer(config.model)
+    batch = with_positions(batch, config, state.step)
     loss, grads, (weight, hits, norms) = mean_gradients(
         state.params, model, batch, config.accumulation
     )

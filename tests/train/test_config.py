@@ -2,14 +2,26 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 
 import configs
 from tape_jax import ModelConfig, positions
 from tests.train.small import small
-from train.config import TrainConfig, differences, from_dict, parse, to_dict
+from train import config as train_config
+from train.command_line import parse
+from train.config import (
+    REGISTRIES,
+    Registry,
+    TrainConfig,
+    differences,
+    from_dict,
+    registered,
+    to_dict,
+)
 from train.data.addition import Addition
+from train.data.state_tracking import StateTracking
 from train.report import draw_curves
 from train.runlog import RunLog, read_metrics
 from train.throughput import training_flops_per_token
@@ -55,9 +67,105 @@ def test_command_line_sets_any_field(tmp_path):
         f"--config addition-demo --workdir {tmp_path} --model.position.name rope"
         " --model.position.base 500 --steps 7 --mesh.tensor 2 --task.no-reverse".split()
     )
-    assert where.workdir == tmp_path and not where.allow_config_change
+    assert where.workdir == tmp_path
     assert config.model.position == positions.RoPE(base=500.0)
     assert (config.steps, config.mesh.tensor, config.task.reverse) == (7, 2, False)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--model.position.name rope --task.name state-tracking --task.group Z60",
+        "--task.group Z60 --task.name=state-tracking --model.position.name=rope",
+        "--model.position.name tape --model.position.name rope --task.group=Z60"
+        " --task.name state-tracking",
+    ],
+)
+def test_parts_are_chosen_by_name_in_any_order(tmp_path, flags):
+    _, config = parse(
+        f"--config addition-demo --workdir {tmp_path} --model.vocab-size 60 {flags}".split()
+    )
+    assert config.model.position == positions.RoPE()
+    assert config.task == StateTracking(group="Z60")
+    config.validate()
+
+
+def test_variants_and_parts_of_them(tmp_path):
+    flags = "--model.position.scaling.original 64 --model.position.name tape-unit"
+    flags += " --model.position.scaling.name yarn --model.position.scaling.factor 4"
+    _, config = parse(f"--config addition-demo --workdir {tmp_path} {flags}".split())
+    scaling = positions.YarnScaling(factor=4.0, original=64)
+    assert config.model.position == positions.get("tape-unit", scaling=scaling)
+    config.validate()
+    assert from_dict(TrainConfig, to_dict(config)) == config
+
+
+@dataclasses.dataclass(frozen=True)
+class Stretch:
+    """A part within an encoding; the second kind needs a field that its default lacks."""
+
+    name: str = "none"
+
+
+@dataclasses.dataclass(frozen=True)
+class By(Stretch):
+    name: str = "by"
+    factor: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Stretched(positions.Encoding):
+    name: str = "stretched"
+    stretch: Stretch = Stretch()
+
+    def validate(self, config):
+        if getattr(self.stretch, "factor", 1.0) == 0.0:
+            raise ValueError("position.stretch.factor=0.0 must be set")
+
+
+@pytest.fixture
+def stretches(monkeypatch):
+    kinds = {"none": Stretch, "by": By}
+    registry = Registry(kinds, lambda name: kinds[name]())
+    monkeypatch.setattr(train_config, "REGISTRIES", REGISTRIES | {Stretch: registry})
+    monkeypatch.setitem(positions.ENCODINGS, "stretched", Stretched)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_part_of_a_part_that_needs_a_field(tmp_path, stretches, order):
+    """The outer part is replaced first, and nothing is checked before all flags are applied."""
+    chosen = ["--model.position.name=stretched", "--model.position.stretch.name=by"]
+    command = ["--config", "addition-demo", "--workdir", str(tmp_path), *chosen[::order]]
+    _, config = parse([*command, "--model.position.stretch.factor", "4"])
+    assert config.model.position == Stretched(stretch=By(factor=4.0))
+    assert [path for path, _, _ in registered(config)] == [
+        "model.position",
+        "model.position.stretch",
+        "task",
+    ]
+    config.validate()
+    assert from_dict(TrainConfig, to_dict(config)) == config
+    with pytest.raises(SystemExit):
+        parse(command)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--model.position.name tap", "unknown positional encoding 'tap'; did you mean tape"),
+        ("--task.name state-trackin", "unknown task 'state-trackin'; did you mean state-tracking"),
+        ("--model.position.scaling.name yarnn", "unknown scaling 'yarnn'; did you mean yarn"),
+        ("--model.position.scaling.name yarn", "position.scaling.factor=0.0 must be >= 1"),
+        ("--model.positon.name rope", "--model.positon.name"),
+        ("--optimizer.name adam", "--optimizer.name"),
+        ("--model.position.name", "--model.position.name"),
+    ],
+)
+def test_names_that_choose_nothing(tmp_path, capsys, flags, message):
+    with pytest.raises(SystemExit) as exit:
+        parse(f"--config addition-demo --workdir {tmp_path} {flags}".split())
+    said = re.sub(r"[\s│╭╮╰╯─]+", " ", f"{exit.value} {capsys.readouterr().err}")
+    assert message in said
 
 
 @pytest.mark.parametrize(
@@ -72,7 +180,16 @@ def test_command_line_sets_any_field(tmp_path):
         ),
         ({"model": ModelConfig(vocab_size=18)}, r"vocab_size=18 must be >= 19"),
         ({"task": Addition(name="adition")}, r"unknown task.name 'adition'; did you mean addition"),
+        (
+            {"task": Addition(name="state-tracking")},
+            "task.name='state-tracking' names a StateTracking, but task is a Addition",
+        ),
+        (
+            {"model": ModelConfig(position=positions.RoPE(name="tape"))},
+            "model.position.name='tape' names a Tape, but model.position is a RoPE",
+        ),
         ({"task": Addition(length_sampling="buckets")}, "did you mean bucket"),
+        ({"task": StateTracking(group="A6")}, "unknown task.group 'A6'"),
     ],
 )
 def test_configs_that_cannot_run(change, message):

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import configs
-from tape_jax import Transformer
+from tape_jax import Transformer, positions
 from tests.tiny import random_params, tiny, tokens
 from train.optimizer import OptimizerConfig, make_optimizer, make_schedule
-from train.step import make_state, mean_gradients, train_step
+from train.step import make_state, mean_gradients, train_step, with_positions
 
 
 def unequal_batch(config, batch=8, length=10):
@@ -117,3 +117,46 @@ def test_a_step_learns_and_reports():
         "position_norm",
     }
     np.testing.assert_allclose(first["position_norm"], 1.0, rtol=1e-5)  # RoPE at the start
+
+
+@dataclasses.dataclass(frozen=True)
+class Scattered(positions.RoPE):
+    """Draws increasing positions for training."""
+
+    def training_positions(self, key, batch, length):
+        return jnp.sort(jax.random.randint(key, (batch, length), 0, 100), axis=-1)
+
+
+def scattered(**fields):
+    model = tiny(position=Scattered(), vocab_size=19)
+    return dataclasses.replace(configs.get("addition-demo"), model=model, **fields)
+
+
+def test_positions_are_drawn_by_seed_and_step():
+    batch = {"tokens": jnp.zeros((4, 10), jnp.int32)}
+
+    def drawn(seed, step):
+        return np.asarray(with_positions(batch, scattered(seed=seed), jnp.int32(step))["positions"])
+
+    np.testing.assert_array_equal(drawn(0, 5), drawn(0, 5))
+    assert (drawn(0, 5) != drawn(0, 6)).any() and (drawn(0, 5) != drawn(1, 5)).any()
+    assert len({tuple(row) for row in drawn(0, 5)}) == 4  # every sequence its own
+    assert with_positions(batch, configs.get("addition-demo"), jnp.int32(5)) is batch
+
+
+def test_a_step_trains_on_the_drawn_positions():
+    """Its loss is that of the model given them, whole or in micro-batches."""
+    config = scattered()
+    state, batch = make_state(config, 0), unequal_batch(config.model)
+    batch = jax.tree.map(jnp.asarray, batch)
+    drawn = with_positions(batch, config, state.step)
+    want, _, _ = mean_gradients(state.params, Transformer(config.model), drawn, 1)
+    norms = []
+    for accumulation in (1, 2):
+        config = scattered(accumulation=accumulation)
+        _, figures = jax.jit(lambda s, b, c=config: train_step(s, b, c))(state, batch)
+        np.testing.assert_allclose(figures["loss"], want, rtol=1e-6)
+        norms.append(float(figures["gradient_norm"]))
+    np.testing.assert_allclose(norms[0], norms[1], rtol=1e-5)
+    plain, _, _ = mean_gradients(state.params, Transformer(config.model), batch, 1)
+    assert abs(plain - want) > 1e-6

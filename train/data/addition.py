@@ -15,9 +15,10 @@ from typing import Literal
 
 import numpy as np
 
+from train.data.streams import generator
 from train.data.task import Sample, Task
 
-PAD, END = 0, 3
+PAD, BEGIN, END = 0, 2, 3
 CHARACTERS = "0123456789+-x= "
 VOCABULARY = 19
 """Ids as in the official arithmetic code: PAD 0, UNK 1, BOS 2, EOS 3, then the characters."""
@@ -36,11 +37,6 @@ def decode(ids) -> str:
             break
         text += CHARACTERS[i - 4] if i >= 4 else "?"
     return text
-
-
-def _generator(*key: int) -> np.random.Generator:
-    """A counter-based generator: cheap to make for every sample, the same everywhere."""
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
 
 
 def _number(rng: np.random.Generator, digits: int) -> int:
@@ -81,11 +77,11 @@ class AdditionSource:
     def __getitem__(self, index: int) -> Sample:
         """Operands from the stream of `index`, of the lengths its place in the sampling gives."""
         task, index = self.task, int(index)
-        rng = _generator(self.seed, 0, index)
+        rng = generator(self.seed, 0, index)
         if task.length_sampling == "bucket":
             # Every block of n^2 samples holds each pair of lengths once, in an order of its own.
             block, place = divmod(index, task.max_digits**2)
-            pair = _generator(self.seed, 1, block).permutation(task.max_digits**2)[place]
+            pair = generator(self.seed, 1, block).permutation(task.max_digits**2)[place]
             i, j = divmod(int(pair), task.max_digits)
         else:
             i, j = rng.integers(0, task.max_digits, 2)
@@ -123,6 +119,16 @@ class Addition(Task):
         """19, as the official tokenizer."""
         return VOCABULARY
 
+    @property
+    def metric(self) -> str:
+        """Of the whole sum."""
+        return "exact match"
+
+    @property
+    def filler(self) -> int:
+        """BOS, as in the paper; no row of the training holds it."""
+        return BEGIN
+
     def validate(self) -> None:
         """Raises ValueError for digits or examples below 1."""
         for field in ("max_digits", "eval_digits", "eval_examples"):
@@ -136,12 +142,27 @@ class Addition(Task):
     def cell(self, i: int, j: int, seed: int) -> Iterator[Sample]:
         """The scored problems of one cell: operands of exactly i and j digits."""
         for example in range(self.eval_examples):
-            rng = _generator(seed, 2, i, j, example)
-            a, b = _number(rng, i), _number(rng, j)
-            yield row(a, b, row_length(self.eval_digits), self.reverse)
+            yield self._problem(i, j, row_length(self.eval_digits), seed, 2, i, j, example)
+
+    def _problem(self, i, j, length, *stream) -> Sample:
+        rng = generator(*stream)
+        a, b = _number(rng, i), _number(rng, j)
+        return row(a, b, length, self.reverse)
+
+    def probe(self, seed, count):
+        """Problems with the longest operands of the training."""
+        digits = self.max_digits
+        problems = [self._problem(digits, digits, self.length, seed, 3, i) for i in range(count)]
+        return np.stack([problem["tokens"] for problem in problems])
 
     def evaluate(self, scorer, seed, folder):
         """Exact match over the grid of operand lengths; see train.evals.addition."""
         from train.evals.addition import evaluate_grid
 
         return evaluate_grid(self, scorer, seed, folder)
+
+    def draw_comparison(self, evaluations):
+        """A heat map for every encoding, side by side."""
+        from train.evals.addition import draw_comparison
+
+        return draw_comparison(evaluations)

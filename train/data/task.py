@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from train.evals.runner import Scorer
 
 Sample = dict[str, np.ndarray]
@@ -41,6 +43,16 @@ class Task(abc.ABC):
     def vocab_size(self) -> int:
         """Ids a sample may hold; the model needs at least as many."""
 
+    @property
+    @abc.abstractmethod
+    def metric(self) -> str:
+        """What `evaluate` measures, in words; its headline numbers are fractions of it."""
+
+    @property
+    @abc.abstractmethod
+    def filler(self) -> int:
+        """The id of a token that says nothing, to be put in front of a row."""
+
     @abc.abstractmethod
     def validate(self) -> None:
         """Raises ValueError, naming field, value and fix."""
@@ -52,6 +64,14 @@ class Task(abc.ABC):
     @abc.abstractmethod
     def evaluate(self, scorer: Scorer, seed: int, folder: Path) -> dict[str, float]:
         """Scores a model, writes JSON and a picture into `folder`, returns the headline numbers."""
+
+    @abc.abstractmethod
+    def probe(self, seed: int, count: int) -> np.ndarray:
+        """Token rows (count, N) int32 that training has not seen, to look at a model's inside."""
+
+    @abc.abstractmethod
+    def draw_comparison(self, evaluations: Mapping[str, Sequence[Path]]) -> Figure:
+        """One picture of several encodings, from the folders that `evaluate` wrote, one a seed."""
 
 
 Stop = Callable[[], bool]

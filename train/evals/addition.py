@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
 import jax
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from matplotlib.patches import Rectangle
 
 from train.data.addition import Addition
@@ -58,9 +61,32 @@ def summarise(grid: np.ndarray, max_digits: int) -> dict[str, float]:
 
 def draw_grid(grid: np.ndarray, max_digits: int, summary: dict[str, float]) -> Figure:
     """The heat map, the training range boxed."""
-    n = len(grid)
     figure = Figure(figsize=(6.4, 5.6), layout="constrained")
     axes = figure.subplots()
+    image = _draw_cells(axes, grid, max_digits)
+    axes.set_ylabel("digits of the first operand")
+    axes.set_title(f"exact match: {_in_words(summary)}\nred: lengths seen in training")
+    figure.colorbar(image, ax=axes, label="exact match")
+    return figure
+
+
+def draw_comparison(evaluations: Mapping[str, Sequence[Path]]) -> Figure:
+    """A heat map per encoding, the mean of its seeds, from folders with a grid.json."""
+    figure = Figure(figsize=(1.0 + 4.2 * len(evaluations), 5.2), layout="compressed")
+    panels = figure.subplots(1, len(evaluations), sharey=True, squeeze=False)[0]
+    for axes, (name, folders) in zip(panels, evaluations.items(), strict=True):
+        records = [json.loads((folder / "grid.json").read_text()) for folder in folders]
+        grid, max_digits = np.mean([r["grid"] for r in records], axis=0), records[0]["train_digits"]
+        image = _draw_cells(axes, grid, max_digits)
+        axes.set_title(f"{name}\n{_in_words(summarise(grid, max_digits))}", fontsize=10)
+    panels[0].set_ylabel("digits of the first operand")
+    figure.suptitle("exact match, mean of the seeds; red: lengths seen in training")
+    figure.colorbar(image, ax=panels, label="exact match")
+    return figure
+
+
+def _draw_cells(axes: Axes, grid: np.ndarray, max_digits: int) -> AxesImage:
+    n = len(grid)
     image = axes.imshow(
         grid, origin="lower", vmin=0, vmax=1, cmap="viridis", extent=(0.5, n + 0.5, 0.5, n + 0.5)
     )
@@ -74,9 +100,9 @@ def draw_grid(grid: np.ndarray, max_digits: int, summary: dict[str, float]) -> F
         axes.set_xticks(range(1, n + 1))
         axes.set_yticks(range(1, n + 1))
     axes.set_xlabel("digits of the second operand")
-    axes.set_ylabel("digits of the first operand")
+    return image
+
+
+def _in_words(summary: Mapping[str, float]) -> str:
     names = {"in_range": "in range", "beyond": "beyond", "mean": "all"}
-    parts = [f"{names[key]} {100 * value:.1f} %" for key, value in summary.items()]
-    axes.set_title("exact match: " + ", ".join(parts) + "\nred: lengths seen in training")
-    figure.colorbar(image, ax=axes, label="exact match")
-    return figure
+    return ", ".join(f"{names[key]} {100 * value:.1f} %" for key, value in summary.items())

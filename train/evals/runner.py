@@ -7,6 +7,7 @@ from itertools import islice
 
 import jax
 import numpy as np
+import optax
 from jax.sharding import NamedSharding
 
 from tape_jax import Transformer
@@ -44,14 +45,33 @@ class Scorer:
         Raises:
           Interrupted: `stop` said so.
         """
+        return self._map(_exact_matches, samples, total)
+
+    def hits(self, samples: Iterable[Sample], total: int) -> np.ndarray:
+        """Whether the most likely token is the target, (total, N); true where nothing is scored.
+
+        Raises:
+          Interrupted: `stop` said so.
+        """
+        return self._map(_hits, samples, total)
+
+    def losses(self, samples: Iterable[Sample], total: int) -> np.ndarray:
+        """Negative log likelihood of every target in nats, (total, N); 0 where nothing is scored.
+
+        Raises:
+          Interrupted: `stop` said so.
+        """
+        return self._map(_losses, samples, total)
+
+    def _map(self, verdict, samples, total):
         verdicts, samples = [], iter(samples)
         while chunk := list(islice(samples, self.rows)):
             if self.stop():
                 raise Interrupted
             missing = self.rows - len(chunk)
             stacked = jax.tree.map(lambda *rows: np.stack(rows), *chunk, *[chunk[-1]] * missing)
-            matches = _exact_matches(self.model, self.params, self._place(stacked))
-            verdicts.append(np.asarray(matches)[: len(chunk)])
+            one = verdict(self.model, self.params, self._place(stacked))
+            verdicts.append(np.asarray(one)[: len(chunk)])
             self.progress(sum(map(len, verdicts)), total)
         return np.concatenate(verdicts)
 
@@ -67,6 +87,21 @@ class Scorer:
 
 @functools.partial(jax.jit, static_argnames="model")
 def _exact_matches(model, params, batch):
+    return constrain(_right(model, params, batch).all(axis=-1), None)  # whole on every host
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def _hits(model, params, batch):
+    return constrain(_right(model, params, batch), None, None)
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def _losses(model, params, batch):
     logits = model.apply({"params": params}, batch["tokens"])
-    right = (logits.argmax(-1) == batch["targets"]) | (batch["weights"] == 0)
-    return constrain(right.all(axis=-1), None)  # whole on every host
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+    return constrain(losses * batch["weights"], None, None)
+
+
+def _right(model, params, batch):
+    logits = model.apply({"params": params}, batch["tokens"])
+    return (logits.argmax(-1) == batch["targets"]) | (batch["weights"] == 0)
