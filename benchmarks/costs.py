@@ -5,6 +5,7 @@ compiler's own analyses; the caller compiles, with `OPTIONS`.
 """
 
 import dataclasses
+import functools
 from unittest import mock
 
 import jax
@@ -18,10 +19,17 @@ OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_pass
 """Compiler options for a program that nobody runs: LLVM's share is least, the figures the same."""
 
 
+@functools.cache
+def _parameters(config):
+    """Shapes, which no length changes."""
+    token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    return jax.eval_shape(Transformer(config).init, jax.random.key(0), token)
+
+
 def _abstract(config, length):
     """A model, with the shapes of its parameters and of one row of tokens."""
-    model, tokens = Transformer(config), jax.ShapeDtypeStruct((1, length), jnp.int32)
-    return model, jax.eval_shape(model.init, jax.random.key(0), tokens), tokens
+    tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    return Transformer(config), _parameters(config), tokens
 
 
 def _lowered(function, *arguments) -> jax.stages.Lowered:
@@ -31,8 +39,7 @@ def _lowered(function, *arguments) -> jax.stages.Lowered:
 
 def parameters(config: ModelConfig) -> int:
     """Numbers the model learns."""
-    _, params, _ = _abstract(config, 1)
-    return sum(leaf.size for leaf in jax.tree.leaves(params))
+    return sum(leaf.size for leaf in jax.tree.leaves(_parameters(config)))
 
 
 def forward(config: ModelConfig, length: int) -> jax.stages.Lowered:

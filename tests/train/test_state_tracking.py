@@ -9,7 +9,7 @@ import pytest
 
 from tape_jax import Transformer
 from tests.tiny import logits, random_params, tiny
-from train.data.groups import GENERATORS, multiplication_table
+from train.data.groups import GENERATORS, generating_elements, multiplication_table
 from train.data.state_tracking import StateTracking, running_products
 from train.evals.runner import Scorer
 from train.evals.state_tracking import draw_comparison, summarise
@@ -79,6 +79,18 @@ def test_orders_of_the_elements_of_a5():
             power, order = table[power, element], order + 1
         counts[order] = counts.get(order, 0) + 1
     assert counts == {1: 1, 2: 15, 3: 20, 5: 24}
+
+
+@pytest.mark.parametrize("group", GENERATORS)
+def test_words_of_generators_reach_the_whole_group(group):
+    letters = generating_elements(group)
+    assert letters[0] == 0 and len(set(letters)) == len(GENERATORS[group][1]) + 1
+    assert len(generated(multiplication_table(group), letters.tolist())) in (60, 120)
+    task = StateTracking(group=group, letters="generators", max_length=500)
+    sample = task.source(0)[3]
+    assert set(sample["tokens"]) == set(letters)
+    products = running_products(multiplication_table(group), sample["tokens"])
+    np.testing.assert_array_equal(sample["targets"], products)
 
 
 def test_targets_are_products_from_the_left():

@@ -23,13 +23,27 @@ tracking (arXiv 2404.08819), and the symmetric group of 120.
 @functools.cache
 def multiplication_table(group: str) -> np.ndarray:
     """table[a, b] = a b, "first a, then b", as (|G|, |G|) int32; element 0 is the identity."""
-    points, generators = GENERATORS[group]
-    elements = sorted(_closure([_permutation(points, cycles) for cycles in generators]))
-    index = {element: i for i, element in enumerate(elements)}
-    rows = [[index[_then(a, b)] for b in elements] for a in elements]
+    index = _elements(group)
+    rows = [[index[_then(a, b)] for b in index] for a in index]
     table = np.array(rows, np.int32)
     table.flags.writeable = False  # shared by everyone who asks
     return table
+
+
+def generating_elements(group: str) -> np.ndarray:
+    """The identity and the generators, as elements of `multiplication_table`; int32."""
+    return np.array([0, *(_elements(group)[g] for g in _generators(group))], np.int32)
+
+
+def _generators(group: str) -> list[tuple[int, ...]]:
+    points, generators = GENERATORS[group]
+    return [_permutation(points, cycles) for cycles in generators]
+
+
+@functools.cache
+def _elements(group: str) -> dict[tuple[int, ...], int]:
+    """Permutation -> its number, in lexicographic order: the identity is the first."""
+    return {element: i for i, element in enumerate(sorted(_closure(_generators(group))))}
 
 
 def _permutation(points: int, cycles: Cycles) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """State tracking: the word problem of a finite group, one element a token.
 
-A row is a word g_1 g_2 ... g_N of uniformly drawn elements; the target at step t is the product
+A row is a word g_1 g_2 ... g_N of uniformly drawn letters; the target at step t is the product
 g_1 g_2 ... g_t, in which a b means "first a, then b". Every step is scored, so that a row holds
 the words of all lengths up to N. For a group that is not solvable (A5, S5) the problem is
 NC1-complete: fixed positions and depth are believed not to solve it for every length.
@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from train.data.groups import multiplication_table
+from train.data.groups import generating_elements, multiplication_table
 from train.data.streams import generator
 from train.data.task import Sample, Task
 
@@ -50,6 +50,8 @@ class StateTracking(Task):
 
     Attributes:
       group: Z60 (abelian), A4xZ5 (solvable), A5 or S5 (not solvable).
+      letters: what words are made of: all "elements", or the identity and the "generators" only,
+        which leaves fewer words to learn from and the same group to track.
       max_length: elements of a word in training.
       eval_length: elements of a scored word.
       eval_examples: words scored.
@@ -57,6 +59,7 @@ class StateTracking(Task):
 
     name: str = "state-tracking"
     group: Literal["Z60", "A4xZ5", "A5", "S5"] = "A5"
+    letters: Literal["elements", "generators"] = "elements"
     max_length: int = 32
     eval_length: int = 256
     eval_examples: int = 1_000
@@ -94,7 +97,11 @@ class StateTracking(Task):
     def word(self, length: int, *stream: int) -> Sample:
         """A word of this length and its running products."""
         table = multiplication_table(self.group)
-        word = generator(*stream).integers(0, len(table), length, np.int32)
+        letters = {
+            "elements": np.arange(len(table), dtype=np.int32),
+            "generators": generating_elements(self.group),
+        }[self.letters]
+        word = letters[generator(*stream).integers(0, len(letters), length)]
         return {
             "tokens": word,
             "targets": running_products(table, word),

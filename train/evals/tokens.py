@@ -21,7 +21,7 @@ matplotlib.use("Agg")
 TOKENS_PER_DEVICE = 2**14
 """Scored at once: every one of them has a logit for each word of the vocabulary."""
 
-POINTS = 128
+POINTS = 32
 """Of a drawn curve; each is the mean of the positions around it."""
 
 
@@ -31,11 +31,11 @@ def evaluate_perplexity(task: Tokens, scorer: Scorer, folder: Path) -> dict[str,
     The same tokens are scored, each once, in windows of every length: what differs is how much
     stands before them. "perplexity" is that of the training length, "perplexity_N" of windows of N.
     """
-    losses = {length: losses_by_position(task, scorer, length) for length in task.lengths}
-    summary = {
-        "perplexity" if n == task.sequence_length else f"perplexity_{n}": perplexity(losses[n])
-        for n in sorted(losses, key=lambda n: n != task.sequence_length)
-    }
+    curves = {length: losses_by_position(task, scorer, length) for length in task.lengths}
+    losses = {length: float(curve.mean()) for length, curve in curves.items()}
+    others = [length for length in task.lengths if length != task.sequence_length]
+    summary = {"perplexity": perplexity(losses[task.sequence_length])}
+    summary |= {f"perplexity_{length}": perplexity(losses[length]) for length in others}
     if jax.process_index() != 0:
         return summary
     folder.mkdir(parents=True, exist_ok=True)
@@ -45,8 +45,8 @@ def evaluate_perplexity(task: Tokens, scorer: Scorer, folder: Path) -> dict[str,
         "train_length": task.sequence_length,
         "scored_tokens": task.scored_tokens,
         **summary,
-        "loss": {n: float(curve.mean()) for n, curve in losses.items()},
-        "by_position": {n: np.round(curve, 4).tolist() for n, curve in losses.items()},
+        "loss": losses,
+        "by_position": {length: np.round(curve, 4).tolist() for length, curve in curves.items()},
     }
     text = json.dumps(record, indent=1)
     (folder / "loss.json").write_text(text + "\n")
@@ -63,9 +63,10 @@ def losses_by_position(task: Tokens, scorer: Scorer, length: int) -> np.ndarray:
     return losses.mean(axis=0, dtype=np.float64)
 
 
-def perplexity(losses: np.ndarray) -> float:
-    """exp of the mean."""
-    return float(np.exp(losses.mean()))
+def perplexity(loss: float) -> float:
+    """Of a mean loss in nats; infinite where it overflows."""
+    with np.errstate(over="ignore"):
+        return float(np.exp(loss))
 
 
 def draw_losses(record: Mapping) -> Figure:
@@ -73,7 +74,7 @@ def draw_losses(record: Mapping) -> Figure:
     figure = Figure(figsize=(7.2, 4.4), layout="constrained")
     axes = figure.subplots()
     for length, curve in record["by_position"].items():
-        label = f"windows of {length}: perplexity {perplexity(np.array(curve)):.2f}"
+        label = f"windows of {length}: perplexity {perplexity(record['loss'][length]):.2f}"
         axes.plot(*_smooth(np.array(curve)), label=label)
     _frame(axes, record)
     axes.set_title("loss by position in the window")
