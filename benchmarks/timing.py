@@ -107,9 +107,9 @@ def compiled(
         try:
             for key, lower in programs.items():
                 lowered = attempt(lower)
-                failed = isinstance(lowered, Exception)
-                work = None if failed else pool.submit(attempt, lowered.compile, options)
-                started[key] = lowered if failed else work
+                if not isinstance(lowered, Exception):
+                    lowered = pool.submit(attempt, lowered.compile, options)
+                started[key] = lowered
             return {k: x if isinstance(x, Exception) else x.result() for k, x in started.items()}
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)

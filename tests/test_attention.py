@@ -11,17 +11,7 @@ from pallas_kernels import IMPLEMENTATIONS, tape_attention, tiles
 from pallas_kernels.reference import LOWEST
 from pallas_kernels.tiles import Tile, Tiles
 from tests.kernels_on_cpu import run_on_cpu
-
-
-def mostly_slow(values, quick):
-    """Parameters, of which only some run in a quick round."""
-
-    def param(x):
-        marks = () if x in quick else pytest.mark.slow
-        return pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=marks)
-
-    return [param(x) for x in values]
-
+from tests.tiny import mostly_slow
 
 LENGTHS = mostly_slow([1, 7, 16, 63, 65, 128, 200], quick=[1, 65])
 WIDTHS = mostly_slow([16, 32, 48, 64, 72, 80, 96, 128], quick=[48, 128])

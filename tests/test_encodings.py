@@ -13,7 +13,7 @@ from tape_jax import positions
 from tape_jax.positions.additive import distances
 from tape_jax.positions.randomized import ordered_draw
 from tape_jax.positions.rotary import RoPE, rotate_heads
-from tests.tiny import logits, random_params, run, tiny, tokens
+from tests.tiny import logits, mostly_slow, random_params, run, tiny, tokens
 
 SCALED = {
     "rope-linear": RoPE(scaling=positions.LinearScaling(4.0)),
@@ -104,7 +104,7 @@ TILED = ["alibi", "t5", "fire", "dape-kerple", "tapa-linear", "pope", "xpos"]
 TILED += ["tape-unit", "tape-separate", "tape-vectorial", "tape-nonequivariant"]
 
 
-@pytest.mark.parametrize("name", TILED)
+@pytest.mark.parametrize("name", mostly_slow(TILED, quick=["fire"]))
 def test_tiles_scans_and_rematerialisation_change_no_gradient(name, monkeypatch):
     """Linear memory, several ragged tiles, grouped queries, packed rows with their positions."""
     for side in ("BLOCK_Q", "BLOCK_K"):
@@ -139,7 +139,9 @@ def test_tiles_scans_and_rematerialisation_change_no_gradient(name, monkeypatch)
         assert (float(jnp.abs(gradient).max()) > 1e-5 * largest) != constant, path
 
 
-@pytest.mark.parametrize("name", [*positions.names(), "tape-unit", "tape-yarn"])
+@pytest.mark.parametrize(
+    "name", mostly_slow([*positions.names(), "tape-unit", "tape-yarn"], quick=["tape", "tapa"])
+)
 def test_bfloat16_stays_close(name):
     """The compute dtype changes rounding only: angles, biases and phases are float32."""
     config, params = model(name)
@@ -257,7 +259,7 @@ STARTING_AS_ROPE = ["tape", "tape-unit", "tape-official", "tape-attention", "tap
 STARTING_AS_ROPE += ["tape-separate", "tape-vectorial", "tape-nonequivariant", "tape-learned"]
 
 
-@pytest.mark.parametrize("name", STARTING_AS_ROPE)
+@pytest.mark.parametrize("name", mostly_slow(STARTING_AS_ROPE, quick=["tape-nonequivariant"]))
 def test_a_new_model_of_every_flavour_is_rope(name):
     from tape_jax import Transformer
 

@@ -15,7 +15,7 @@ from tape_jax import positions
 from tape_jax.convert import from_huggingface
 from tape_jax.model import Block
 from tests.tiny import logits as run_logits
-from tests.tiny import run
+from tests.tiny import mostly_slow, run
 
 DATA = Path(__file__).parent / "data"
 TAPE = ["tape_base", "tape_linear2", "tape_shift37", "tape_zeroed"]
@@ -112,7 +112,9 @@ def test_every_gradient_of_tape_base(remat, scan, attention):
     assert float(jnp.abs(ours["layers"]["position"]["w1"][:-1]).max()) > 1e-3
 
 
-@pytest.mark.parametrize("name", [*ABLATIONS, "fire", "t5rb"])
+@pytest.mark.parametrize(
+    "name", mostly_slow([*ABLATIONS, "fire", "t5rb"], quick=["adavector", "fire"])
+)
 def test_gradients_of_what_encodings_learn(name):
     """Every small gradient of the file: position parameters and norms."""
     golden, config, params = load(name)

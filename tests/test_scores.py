@@ -13,11 +13,11 @@ from tests.test_attention import (
     causal_mask,
     check,
     inputs,
-    mostly_slow,
     order_mask,
     relative_rms,
     truth,
 )
+from tests.tiny import mostly_slow
 
 attend = test_attention.attend
 

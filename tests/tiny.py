@@ -5,8 +5,19 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from tape_jax import ModelConfig, Transformer
+
+
+def mostly_slow(values, quick):
+    """Parameters, of which only some run in a quick round."""
+
+    def param(x):
+        marks = () if x in quick else pytest.mark.slow
+        return pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=marks)
+
+    return [param(x) for x in values]
 
 
 def tiny(**fields) -> ModelConfig:
