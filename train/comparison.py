@@ -11,6 +11,7 @@ import jax
 from matplotlib.figure import Figure
 
 from train.config import TrainConfig, to_dict
+from train.data.task import Metric
 from train.loop import evaluation_folder
 from train.report import evaluations, plot_loss
 from train.runlog import read_metrics
@@ -49,7 +50,7 @@ def write_comparison(
     records = [_record(run, failures.get(run)) for run in runs]
     rows = [_row(name, records) for name in dict.fromkeys(run.encoding for run in runs)]
     rows += [{"encoding": name, "scores": {}, "notes": [why]} for name, why in refusals.items()]
-    path = workdir / "report.md"
+    path, metric = workdir / "report.md", config.task.metric
     if jax.process_index() != 0:
         return path
     draw_losses(runs).savefig(workdir / "losses.png", dpi=120)
@@ -57,18 +58,19 @@ def write_comparison(
     folders = _finished_folders(runs)
     if folders:
         config.task.draw_comparison(folders).savefig(workdir / "evaluations.png", dpi=120)
-        pictures.insert(0, f"![{config.task.metric}](evaluations.png)")
+        pictures.insert(0, f"![{metric.name}](evaluations.png)")
     seeds = list(dict.fromkeys(run.seed for run in runs))
     report = {"title": _title(config, seeds), "config": _common(config), "seeds": seeds}
     text = json.dumps(report | {"encodings": rows, "runs": records}, indent=1)
     (workdir / "comparison.json").write_text(text + "\n")
     finished = sum(map(is_finished, runs))
+    measured = f"{metric.name}, in percent" if metric.fraction else metric.name
     state = "All" if finished == len(runs) else f"{finished} of"
     paragraphs = [
         f"# {report['title']}",
-        f"{state} {len(runs)} runs are finished. Scores are {config.task.metric} in percent: mean"
-        " over the finished seeds [lowest, highest].",
-        _table(rows),
+        f"{state} {len(runs)} runs are finished. Scores are {measured}: mean over the"
+        " finished seeds [lowest, highest].",
+        _table(rows, metric),
         *pictures,
         "## What the runs have in common",
         "```json\n" + json.dumps(report["config"], indent=2) + "\n```",
@@ -148,13 +150,17 @@ def _common(config: TrainConfig) -> dict[str, Any]:
     return fields
 
 
-def _table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows in Markdown, best mean first."""
+def _table(rows: Sequence[Mapping[str, Any]], metric: Metric) -> str:
+    """The rows in Markdown, the best headline number first."""
+
+    def order(row):
+        return metric.order({name: spread["mean"] for name, spread in row["scores"].items()})
+
     names = list(dict.fromkeys(name for row in rows for name in row["scores"]))
     head = ["encoding", "parameters", *(n.replace("_", " ") for n in names), "steps", "s / step"]
     lines = [[*head, "notes"], ["---"] * (len(head) + 1)]
-    for row in sorted(rows, key=lambda r: -r["scores"].get("mean", {"mean": -1.0})["mean"]):
-        scores = [_percent(row["scores"].get(name)) for name in names]
+    for row in sorted(rows, key=order):
+        scores = [_range(row["scores"].get(name), metric) for name in names]
         seconds = row.get("step_seconds")
         lines.append(
             [
@@ -169,8 +175,8 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _percent(spread: Mapping[str, float] | None) -> str:
+def _range(spread: Mapping[str, float] | None, metric: Metric) -> str:
     if spread is None:
         return ""
-    mean, low, high = (f"{100 * spread[key]:.1f}" for key in ("mean", "min", "max"))
+    mean, low, high = (metric.text(spread[key], digits=1) for key in ("mean", "min", "max"))
     return f"{mean} [{low}, {high}]"

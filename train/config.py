@@ -101,6 +101,7 @@ class TrainConfig:
         check_choices(self.optimizer, "optimizer")
         self.task.validate()
         self.optimizer.validate(self.steps)
+        self.model.position.default_positions(self.task.longest)  # those that it reaches
         if self.model.vocab_size < self.task.vocab_size:
             raise ValueError(
                 f"model.vocab_size={self.model.vocab_size} must be >= {self.task.vocab_size}, the"

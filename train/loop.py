@@ -120,8 +120,9 @@ def evaluate(config, workdir, mesh, params, step, stop, log) -> dict[str, float]
     except Interrupted:
         return None
     log.write("eval", step, summary)
-    figures = ", ".join(f"{name} {100 * value:.2f} %" for name, value in summary.items())
-    log.say(f"step {step}: {config.task.metric} {figures}  ({folder})")
+    metric = config.task.metric
+    figures = ", ".join(f"{n} {metric.text(value)}{metric.unit}" for n, value in summary.items())
+    log.say(f"step {step}: {metric.name}: {figures}  ({folder})")
     if jax.process_index() == 0:
         write_report(workdir, config, step, folder, summary)
     return summary

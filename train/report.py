@@ -7,6 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from train.config import TrainConfig, to_dict
+from train.data.task import Metric
 from train.runlog import read_metrics
 
 
@@ -14,13 +15,14 @@ def write_report(
     workdir: Path, config: TrainConfig, step: int, folder: Path, summary: dict[str, float]
 ) -> Path:
     """Writes report.md and curves.png into `workdir`, about the evaluation kept in `folder`."""
-    draw_curves(workdir).savefig(workdir / "curves.png", dpi=120)
-    rows = [f"| {name} | {100 * value:.2f} % |" for name, value in summary.items()]
+    metric = config.task.metric
+    draw_curves(workdir, metric).savefig(workdir / "curves.png", dpi=120)
+    rows = [f"| {name} | {metric.text(value)}{metric.unit} |" for name, value in summary.items()]
     pictures = [f"![{p.stem}]({p.relative_to(workdir)})" for p in sorted(folder.glob("*.png"))]
     text = [
         f"# {config.name}: step {step} of {config.steps}",
         f"Position encoding `{config.model.position.name}`, task `{config.task.name}`.",
-        f"| | {config.task.metric} |\n|---|---|\n" + "\n".join(rows),
+        f"| | {metric.name} |\n|---|---|\n" + "\n".join(rows),
         *pictures,
         "![curves](curves.png)",
         "## Config",
@@ -47,7 +49,7 @@ def plot_loss(axes: Axes, workdir: Path, **style) -> None:
     axes.set(title="training loss", xlabel="step", yscale="log")
 
 
-def draw_curves(workdir: Path) -> Figure:
+def draw_curves(workdir: Path, metric: Metric) -> Figure:
     """Loss and evaluations by step, and the position state's size by layer where there is one."""
     steps, evals = read_metrics(workdir, "train"), evaluations(workdir)
     figure = Figure(figsize=(11, 3.4), layout="constrained")
@@ -56,7 +58,9 @@ def draw_curves(workdir: Path) -> Figure:
     for name in dict.fromkeys(name for summary in evals.values() for name in summary):
         points = {step: summary[name] for step, summary in evals.items() if name in summary}
         score.plot(list(points), list(points.values()), marker="o", label=name)
-    score.set(title="evaluation", xlabel="step", ylim=(-0.02, 1.02))
+    score.set(title=metric.name, xlabel="step")
+    if metric.fraction:
+        score.set(ylim=(-0.02, 1.02))
     if evals:
         score.legend()
     states = {s: r["position_norm"] for s, r in steps.items() if "position_norm" in r}

@@ -22,6 +22,7 @@ from train.config import (
 )
 from train.data.addition import Addition
 from train.data.state_tracking import StateTracking
+from train.data.task import Metric
 from train.report import draw_curves
 from train.runlog import RunLog, read_metrics
 from train.throughput import training_flops_per_token
@@ -217,7 +218,28 @@ def test_metrics_keep_the_later_line_and_survive_a_cut_one(tmp_path):
         file.write('{"kind": "train", "ste')
     records = read_metrics(tmp_path, "train")
     assert {step: r["loss"] for step, r in records.items()} == {1: 3.0, 2: 1.5}
-    draw_curves(tmp_path).savefig(tmp_path / "curves.png")
+    for metric in (Metric("accuracy"), Metric("perplexity", "perplexity", fraction=False)):
+        draw_curves(tmp_path, metric).savefig(tmp_path / "curves.png")
+
+
+def test_metrics_say_what_is_better_and_how_it_reads():
+    accuracy, perplexity = Metric("accuracy"), Metric("perplexity", "at 8", fraction=False)
+    assert accuracy.text(0.5) + accuracy.unit == "50.00 %"
+    assert perplexity.text(88.64) + perplexity.unit == "88.64"
+    scores = [{"mean": 0.2}, {}, {"mean": 0.9}]
+    assert sorted(scores, key=accuracy.order) == [{"mean": 0.9}, {"mean": 0.2}, {}]
+    scores = [{"at 8": 9.0}, {}, {"at 8": 3.0, "at 16": 1.0}]
+    assert [s.get("at 8") for s in sorted(scores, key=perplexity.order)] == [3.0, 9.0, None]
+
+
+def test_rows_longer_than_the_encoding_reaches():
+    config = small()
+    longest = config.task.longest
+    model = dataclasses.replace(config.model, position=positions.Randomized(max_position=longest))
+    dataclasses.replace(config, model=model).validate()
+    model = dataclasses.replace(config.model, position=positions.Randomized(max_position=5))
+    with pytest.raises(ValueError, match=f"position.max_position >= {longest}, not 5"):
+        dataclasses.replace(config, model=model).validate()
 
 
 def test_flops_per_token_by_hand():

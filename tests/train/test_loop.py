@@ -27,7 +27,7 @@ def test_a_run_leaves_everything_behind(tmp_path, capsys):
     assert (tmp_path / "eval/step-00000004/grid.png").exists()
     assert list((tmp_path / "tensorboard").iterdir())
     said = capsys.readouterr().out
-    assert "starting from scratch" in said and "exact match in_range" in said
+    assert "starting from scratch" in said and "exact match: in_range" in said
     last = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()][-2]
     assert len(last["position_norm"]) == 2 and last["learning_rate"] >= 0
 

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from train.data.streams import generator
-from train.data.task import Sample, Task
+from train.data.task import Metric, Sample, Task
 
 PAD, BEGIN, END = 0, 2, 3
 CHARACTERS = "0123456789+-x= "
@@ -115,14 +115,19 @@ class Addition(Task):
         return row_length(self.max_digits)
 
     @property
+    def longest(self) -> int:
+        """Of training and evaluation."""
+        return row_length(max(self.max_digits, self.eval_digits))
+
+    @property
     def vocab_size(self) -> int:
         """19, as the official tokenizer."""
         return VOCABULARY
 
     @property
-    def metric(self) -> str:
+    def metric(self) -> Metric:
         """Of the whole sum."""
-        return "exact match"
+        return Metric("exact match")
 
     @property
     def filler(self) -> int:

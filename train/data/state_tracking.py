@@ -17,7 +17,7 @@ import numpy as np
 
 from train.data.groups import generating_elements, multiplication_table
 from train.data.streams import generator
-from train.data.task import Sample, Task
+from train.data.task import Metric, Sample, Task
 
 IDENTITY = 0
 
@@ -70,14 +70,19 @@ class StateTracking(Task):
         return self.max_length
 
     @property
+    def longest(self) -> int:
+        """Of training and evaluation."""
+        return max(self.max_length, self.eval_length)
+
+    @property
     def vocab_size(self) -> int:
         """The elements of the group."""
         return len(multiplication_table(self.group))
 
     @property
-    def metric(self) -> str:
+    def metric(self) -> Metric:
         """Of the running products."""
-        return "accuracy"
+        return Metric("accuracy")
 
     @property
     def filler(self) -> int:

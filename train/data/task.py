@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -28,6 +29,37 @@ class Source(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
+class Metric:
+    """What a task's headline numbers are, and how they are read.
+
+    Attributes:
+      name: in words.
+      headline: the number that orders models.
+      fraction: numbers are fractions of 1, shown in percent, and more is better; else they are
+        shown as they are, and less is better.
+    """
+
+    name: str
+    headline: str = "mean"
+    fraction: bool = True
+
+    @property
+    def unit(self) -> str:
+        """What stands behind a number."""
+        return " %" if self.fraction else ""
+
+    def text(self, value: float, digits: int = 2) -> str:
+        """A number without its unit."""
+        return f"{100 * value if self.fraction else value:.{digits}f}"
+
+    def order(self, summary: Mapping[str, float]) -> float:
+        """What to sort models by, the best first; those without the headline number come last."""
+        if self.headline not in summary:
+            return math.inf
+        return -summary[self.headline] if self.fraction else summary[self.headline]
+
+
+@dataclasses.dataclass(frozen=True)
 class Task(abc.ABC):
     """A frozen, hashable description of a task; subclasses set `name` to their registry name."""
 
@@ -40,13 +72,18 @@ class Task(abc.ABC):
 
     @property
     @abc.abstractmethod
+    def longest(self) -> int:
+        """Tokens of the longest row that training or evaluation gives the model."""
+
+    @property
+    @abc.abstractmethod
     def vocab_size(self) -> int:
         """Ids a sample may hold; the model needs at least as many."""
 
     @property
     @abc.abstractmethod
-    def metric(self) -> str:
-        """What `evaluate` measures, in words; its headline numbers are fractions of it."""
+    def metric(self) -> Metric:
+        """What `evaluate` measures."""
 
     @property
     @abc.abstractmethod

@@ -14,7 +14,7 @@ import numpy as np
 from grain.experimental import index_shuffle
 
 from train.data.streams import generator
-from train.data.task import Sample, Task
+from train.data.task import Metric, Sample, Task
 
 ID = np.dtype("<u2")
 LOOKED_AT = 2**20
@@ -90,9 +90,14 @@ class Tokens(Task):
         return self.sequence_length
 
     @property
-    def metric(self) -> str:
+    def longest(self) -> int:
+        """Of training and evaluation."""
+        return max(self.lengths)
+
+    @property
+    def metric(self) -> Metric:
         """Of held-out tokens."""
-        return "perplexity"
+        return Metric("perplexity", headline="perplexity", fraction=False)
 
     @property
     def scored_tokens(self) -> int:
