@@ -6,13 +6,12 @@ compiler's own analyses; the caller compiles, with `OPTIONS`.
 
 import dataclasses
 import functools
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import IMPLEMENTATIONS
-from pallas_kernels.implementations import Implementation
+from pallas_kernels.implementations import Implementation, registered
 from tape_jax import ModelConfig, Transformer
 
 OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -87,7 +86,7 @@ def implementations(config: ModelConfig) -> list[str]:
                 able.pop(name, None)
         return written_out.attend(*arrays, **arguments)
 
-    with mock.patch.dict(IMPLEMENTATIONS, {"reference": Implementation(attend)}):
+    with registered("reference", Implementation(attend)):
         config = dataclasses.replace(config, attention="reference", dtype="bfloat16")
         model, params, tokens = _abstract(dataclasses.replace(config, num_layers=2), 256)
         jax.eval_shape(model.apply, params, tokens)

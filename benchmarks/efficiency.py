@@ -22,7 +22,6 @@ import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +30,8 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from benchmarks import costs, timing
-from pallas_kernels import IMPLEMENTATIONS, tape_attention
-from pallas_kernels.implementations import Implementation
+from pallas_kernels import tape_attention
+from pallas_kernels.implementations import Implementation, registered
 from tape_jax import ModelConfig, positions
 from tape_jax.attention import Attention
 
@@ -99,8 +98,8 @@ class Variant:
             yield within
             return
         attend = functools.partial(_three_calls, within, apart)
-        with mock.patch.dict(IMPLEMENTATIONS, {"separate": Implementation(attend)}):
-            yield "separate"
+        with registered("separate", Implementation(attend)) as name:
+            yield name
 
 
 def _three_calls(implementation, apart, q, k, v, e, *, order, **arguments):

@@ -1,11 +1,12 @@
 """The implementations of position-aware attention by name, and the choice among them."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +49,25 @@ triton: the same forward in Triton's own language, through jax-triton.
 cudnn: one call of cuDNN's attention; no segments.
 tpu: JAX's splash attention.
 """
+
+
+@contextlib.contextmanager
+def registered(name: str, implementation: Implementation) -> Iterator[str]:
+    """While the context lasts, one implementation more, or in place of another; gives its name.
+
+    For measurements: what was traced within keeps it.
+    """
+    every = cast(dict[str, Implementation], IMPLEMENTATIONS)
+    before = every.get(name)
+    every[name] = implementation
+    try:
+        yield name
+    finally:
+        if before is None:
+            del every[name]
+        else:
+            every[name] = before
+
 
 PREFERENCE = {"gpu": ("pallas", "xla"), "tpu": ("tpu", "xla"), "cpu": ("xla",)}
 """What implementation=None tries, in order; what they all refuse is left to "reference"."""

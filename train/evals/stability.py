@@ -12,7 +12,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +21,8 @@ from jaxtyping import Array, Float, Int
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from pallas_kernels import IMPLEMENTATIONS, reference
-from pallas_kernels.implementations import Implementation
+from pallas_kernels import reference
+from pallas_kernels.implementations import Implementation, registered
 from tape_jax import ModelConfig, Transformer
 
 matplotlib.use("Agg")
@@ -52,8 +51,8 @@ def recorded_attention(maps: list[Float[Array, "B H N N"]]) -> Iterator[str]:
         maps.append(reference.probabilities(q, k, **arguments)[0])
         return reference.reference(q, k, v, e, **arguments)
 
-    with mock.patch.dict(IMPLEMENTATIONS, {"recorded": Implementation(attend)}):
-        yield "recorded"
+    with registered("recorded", Implementation(attend)) as name:
+        yield name
 
 
 @functools.partial(jax.jit, static_argnames="config")
