@@ -17,9 +17,9 @@ FIRE = {
     "c": "c",
     "multiplier": "L_multiplier",
     "w1": "mlp.0.weight",
-    "b1": "mlp.0.bias",
+    "bias1": "mlp.0.bias",
     "w2": "mlp.2.weight",
-    "b2": "mlp.2.bias",
+    "bias2": "mlp.2.bias",
 }
 """What FIRE learns: our names and theirs."""
 

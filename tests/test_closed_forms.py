@@ -212,8 +212,8 @@ def fire(i, j, h, learned, threshold, epsilon):
     psi = lambda x: math.log(abs(learned["c"] * x) + 1)  # noqa: E731
     longest = max(i, abs(learned["multiplier"] * threshold))
     x = psi(i - j) / (psi(longest) + epsilon)
-    hidden = np.maximum(learned["w1"] * x + learned["b1"], 0)
-    return hidden @ learned["w2"][:, h] + learned["b2"][h]
+    hidden = np.maximum(learned["w1"] * x + learned["bias1"], 0)
+    return hidden @ learned["w2"][:, h] + learned["bias2"][h]
 
 
 @pytest.mark.parametrize("epsilon", [1e-6, 0.0])
@@ -243,9 +243,9 @@ def test_dape(inner):
         for b in range(a + 1):
             scores = np.array([dot(q[a, h], k[b, h // 2]) for h in range(H)])
             biases = np.array([bias(WHERE[a], WHERE[b], h) for h in range(H)])
-            hidden = np.concatenate([scores, biases]) @ learned["w1"] + learned["b1"]
+            hidden = np.concatenate([scores, biases]) @ learned["w1"] + learned["bias1"]
             hidden = np.where(hidden > 0, hidden, 0.01 * hidden)
-            want = scores + biases + hidden @ learned["w2"] + learned["b2"]
+            want = scores + biases + hidden @ learned["w2"] + learned["bias2"]
             np.testing.assert_allclose(logits[:, a, b], want, atol=5e-5, rtol=2e-5)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from tape_jax import positions
 from tape_jax.convert import from_huggingface
+from tape_jax.convert.encodings import read_position
 
 DATA = Path(__file__).parent / "data"
 
@@ -38,9 +39,54 @@ def test_theta_and_both_config_styles():
         assert config.position == positions.RoPE(base=500.0, scaling=positions.LinearScaling(4.0))
     config, _ = from_huggingface(hf | {"shift": None}, weights)
     assert config.position == positions.RoPE()
-    dynamic = hf | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}
-    config, _ = from_huggingface(dynamic, weights, position="nope")
+    config, _ = from_huggingface(hf, weights, position="nope")
     assert config.position == positions.NoPE()
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3["original_max_position_embeddings"] = 8192
+
+
+@pytest.mark.parametrize(
+    ("scaling", "want"),
+    [
+        ({"rope_type": "default"}, positions.Scaling()),
+        ({"type": "linear", "factor": 2}, positions.LinearScaling(2.0)),
+        ({"type": "dynamic", "factor": 2.0}, positions.DynamicNTKScaling(2.0, 64)),
+        ({"type": "yarn", "factor": 4.0}, positions.YarnScaling(4.0, 64)),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
+             "beta_fast": 16, "beta_slow": 2, "attention_factor": 1.5},
+            positions.YarnScaling(4.0, 16, 16, 2, 1.5),
+        ),
+        ({"rope_type": "llama3", **LLAMA3}, positions.Llama3Scaling(8.0, 8192, 1.0, 4.0)),
+    ],
+)  # fmt: skip
+def test_every_scaling_in_the_field(scaling, want):
+    hf, weights = checkpoint("rope")
+    assert hf["max_position_embeddings"] == 64
+    for key in ("rope_scaling", "rope_parameters"):
+        config, _ = from_huggingface(hf | {key: scaling}, weights)
+        assert config.position == positions.RoPE(scaling=want)
+
+
+def test_what_the_official_kinds_mean():
+    """YaRN's factor is ceil(max / original), xPos has S 2048, draws are from twice the length."""
+    hf, _ = checkpoint("rope")
+    original = {
+        "original_max_position_embeddings": 24,
+        "rope_scaling": {"type": "yarn", "factor": 9},
+    }
+    read = lambda **keys: read_position(hf | keys)  # noqa: E731
+    assert read(rpe_type="yarn", **original).scaling == positions.YarnScaling(3.0, 24)
+    assert read(rpe_type="xpos") == positions.XPos(scale=2048.0, center=32)
+    assert read(rpe_type="randrope").max_position == 128
+    assert read(rpe_type="rope", log_scale=True).log_length == hf["train_scale"]
+    assert read(rpe_type="adatensor", position_size=8) == positions.Tape(
+        post="scalar", zero="w1", width=8, mixing="separate"
+    )
+    with pytest.raises(ValueError, match="unknown rope_scaling type 'yarn'"):
+        read(rpe_type="adape", **original)  # official TAPE would read it as linear
 
 
 def drop(name):
@@ -92,6 +138,10 @@ def test_frequencies_rounded_with_the_model_are_accepted():
         from_huggingface(hf, weights | {name: weights[name].astype(dtype)})
 
 
+def plain_rope(**scaling):
+    return {"rpe_type": "rope", "rope_scaling": scaling}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -100,7 +150,9 @@ def test_frequencies_rounded_with_the_model_are_accepted():
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor=0.5 must be >= 1"),
         ({"model_type": "mistral"}, "model_type='mistral'"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"log_scale": True}, "log_scale"),
+        (plain_rope(type="yarn"), "type 'yarn' lacks 'factor'"),
+        (plain_rope(type="yarn", factor=2.0, mscale=0.7), "with mscale is not supported"),
+        (plain_rope(type="llama3", factor=8.0), "type 'llama3' lacks 'original_max"),
     ],
 )
 def test_configs_that_cannot_be_honoured(change, message):
@@ -115,6 +167,41 @@ def test_missing_config_key_and_unknown_override():
         from_huggingface({k: v for k, v in hf.items() if k != "vocab_size"}, weights)
     with pytest.raises(ValueError, match="unknown ModelConfig field 'scan_layer'"):
         from_huggingface(hf, weights, scan_layer=True)
+
+
+def alibi(slope):
+    def change(weights):
+        weights["model.layers.1.self_attn.alibi"] = (
+            slope * weights["model.layers.1.self_attn.alibi"]
+        )
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("alibi", alibi(2.0), r"layers\.1\.self_attn\.alibi does not hold the slopes of 4 heads"),
+        ("fire", put("model.layers.0.self_attn.rotary_emb.init_L", ()), r"init_L is 0\.0"),
+        (
+            "adatensor",
+            drop("model.layers.2.pe.up_projs.1.weight"),
+            r"w1 has no tensor for layers \[2",
+        ),
+        ("adatensor", put("model.layers.0.pe.up_projs.2.weight", (8, 4)), r"shape: .*up_projs\.2"),
+        (
+            "t5rb",
+            put("model.layers.0.self_attn.relative_attention_bias.weight", (8, 4)),
+            r"\(8, 4\)",
+        ),
+    ],
+)
+def test_tensors_of_other_encodings_count_too(name, change, message):
+    hf, weights = checkpoint(name)
+    from_huggingface(hf, weights)
+    change(weights)
+    with pytest.raises(ValueError, match=message):
+        from_huggingface(hf, weights)
 
 
 def test_a_tied_head_must_be_the_embedding():

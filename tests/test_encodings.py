@@ -135,7 +135,7 @@ def test_tiles_scans_and_rematerialisation_change_no_gradient(name, monkeypatch)
     learned = plain["layers"].get("position") or plain["layers"]["attention"].get("position", {})
     for path, gradient in jax.tree_util.tree_leaves_with_path(learned):
         # What adds the same to all scores of a row moves no softmax: the last bias of an MLP.
-        constant = path[-1].key == "b2"
+        constant = path[-1].key == "bias2"
         assert (float(jnp.abs(gradient).max()) > 1e-5 * largest) != constant, path
 
 

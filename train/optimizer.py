@@ -57,7 +57,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
 
     def decays(params):
         return jax.tree_util.tree_map_with_path(
-            lambda path, _: path[-1].key not in ("scale", "bias"), params
+            lambda path, _: not path[-1].key.startswith(("scale", "bias")), params
         )
 
     return optax.chain(

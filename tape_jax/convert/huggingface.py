@@ -84,9 +84,9 @@ _LAYER_TENSORS: tuple[Rule, ...] = (
     (_FIRE + r"c", "attention/position/c", _same),
     (_FIRE + r"L_multiplier", "attention/position/multiplier", _same),
     (_FIRE + r"mlp\.0\.weight", "attention/position/w1", np.ravel),
-    (_FIRE + r"mlp\.0\.bias", "attention/position/b1", _same),
+    (_FIRE + r"mlp\.0\.bias", "attention/position/bias1", _same),
     (_FIRE + r"mlp\.2\.weight", "attention/position/w2", _transpose),
-    (_FIRE + r"mlp\.2\.bias", "attention/position/b2", _same),
+    (_FIRE + r"mlp\.2\.bias", "attention/position/bias2", _same),
 )
 """Tensor name (regular expression) -> parameter path -> how to turn one into the other.
 

@@ -203,9 +203,9 @@ class _Fire(nn.Module):
             "c": self.param("c", constant(encoding.initial_c), ()),
             "multiplier": self.param("multiplier", constant(1.0), ()),
             "w1": self.param("w1", normal, (encoding.width,)),
-            "b1": self.param("b1", zeros, (encoding.width,)),
+            "bias1": self.param("bias1", zeros, (encoding.width,)),
             "w2": self.param("w2", normal, (encoding.width, heads)),
-            "b2": self.param("b2", zeros, (heads,)),
+            "bias2": self.param("bias2", zeros, (heads,)),
         }
 
 
@@ -224,8 +224,8 @@ def fire_bias(
     longest = jnp.abs(learned["multiplier"] * threshold)
     scale = psi(jnp.maximum(q_positions.astype(jnp.float32), longest)) + epsilon
     x = psi(distance) / scale[:, :, None]
-    hidden = jax.nn.relu(x[..., None] * learned["w1"] + learned["b1"])
-    return jnp.moveaxis(hidden @ learned["w2"] + learned["b2"], -1, 1)
+    hidden = jax.nn.relu(x[..., None] * learned["w1"] + learned["bias1"])
+    return jnp.moveaxis(hidden @ learned["w2"] + learned["bias2"], -1, 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -101,9 +101,9 @@ class _Dape(nn.Module):
         normal, zeros = nn.initializers.normal(config.initializer_range), nn.initializers.zeros
         learned = {
             "w1": self.param("w1", normal, (2 * config.num_heads, width)),
-            "b1": self.param("b1", zeros, (width,)),
+            "bias1": self.param("bias1", zeros, (width,)),
             "w2": self.param("w2", normal, (width, config.num_heads)),
-            "b2": self.param("b2", zeros, (config.num_heads,)),
+            "bias2": self.param("bias2", zeros, (config.num_heads,)),
         }
         inner = cast(Additive, self.encoding.inner)  # `validate` has seen to it
         return inner.bias(config), learned
@@ -114,8 +114,8 @@ def dape_correction(
 ) -> Float[Array, "B H n m"]:
     """MLP([scores; bias]) over the heads, at every pair of tokens."""
     both = jnp.concatenate([scores, jnp.broadcast_to(bias, scores.shape)], axis=1)
-    hidden = jnp.einsum("bhnm,hp->bnmp", both, learned["w1"]) + learned["b1"]
-    out = jax.nn.leaky_relu(hidden) @ learned["w2"] + learned["b2"]
+    hidden = jnp.einsum("bhnm,hp->bnmp", both, learned["w1"]) + learned["bias1"]
+    out = jax.nn.leaky_relu(hidden) @ learned["w2"] + learned["bias2"]
     return jnp.moveaxis(out, -1, 1)
 
 
