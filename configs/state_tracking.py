@@ -30,9 +30,9 @@ def small() -> TrainConfig:
         optimizer=OptimizerConfig(
             learning_rate=2e-3, warmup_steps=50, b2=0.98, final_fraction=0.02
         ),
-        steps=1_500,
+        steps=1_000,
         batch_size=128,
-        eval_every=1_500,
+        eval_every=1_000,
         save_every=500,
     )
 

@@ -88,9 +88,10 @@ def test_words_of_generators_reach_the_whole_group(group):
     assert len(generated(multiplication_table(group), letters.tolist())) in (60, 120)
     task = StateTracking(group=group, letters="generators", max_length=500)
     sample = task.source(0)[3]
-    assert set(sample["tokens"]) == set(letters)
-    products = running_products(multiplication_table(group), sample["tokens"])
-    np.testing.assert_array_equal(sample["targets"], products)
+    word = sample["tokens"][1:]
+    assert set(word) == set(letters)
+    products = running_products(multiplication_table(group), word)
+    np.testing.assert_array_equal(sample["targets"][1:], products)
 
 
 def test_targets_are_products_from_the_left():
@@ -105,17 +106,18 @@ def test_samples_by_index():
     source, again, other = TASK.source(3), TASK.source(3), TASK.source(4)
     for index in (0, 9, 10**9):
         sample = source[index]
-        assert sample["tokens"].shape == sample["targets"].shape == (4,)
-        assert sample["weights"].tolist() == [1.0] * 4
+        assert sample["tokens"].shape == sample["targets"].shape == (5,) == (TASK.length,)
+        assert sample["tokens"][0] == TASK.start == 60 and TASK.vocab_size == 61
+        assert sample["weights"].tolist() == [0.0] + [1.0] * 4
         np.testing.assert_array_equal(sample["tokens"], again[index]["tokens"])
         assert (sample["tokens"] != other[index]["tokens"]).any()
-    drawn = np.concatenate([source[i]["tokens"] for i in range(1500)])
+    drawn = np.concatenate([source[i]["tokens"][1:] for i in range(1500)])
     counts = np.bincount(drawn, minlength=60)
     assert len(counts) == 60 and abs(counts - 100).max() < 50  # five standard deviations
 
 
 def test_scored_words_and_probes_are_not_those_of_training():
-    words = [tuple(word["tokens"][:4]) for word in TASK.scored_words(0)]
+    words = [tuple(word["tokens"][:5]) for word in TASK.scored_words(0)]
     words += map(tuple, TASK.probe(0, 20))
     trained = {tuple(TASK.source(0)[i]["tokens"]) for i in range(100)}
     assert len(set(words)) == 40 and not trained & set(words)
@@ -127,14 +129,27 @@ def test_no_words(field):
         StateTracking(**{field: 0}).validate()
 
 
+@pytest.mark.parametrize("name", ["nope", "rope", "tape", "fire", "cope", "tapa"])
+def test_without_the_mark_equal_letters_cannot_be_counted(name):
+    """Why rows start with one: a mean of equal values is that value, at every depth."""
+    config = tiny(vocab_size=61, position=name)
+    params = random_params(config, scale=0.15)
+    same = np.full((1, 8), 7)
+    out = np.asarray(logits(config, params, same))
+    np.testing.assert_allclose(out, out[:, :1] + 0 * out, atol=1e-3)
+    marked = np.asarray(logits(config, params, np.concatenate([[[TASK.start]], same[:, 1:]], 1)))
+    assert np.abs(marked[:, 2:] - marked[:, 1:2]).max(axis=-1).min() > 1e-2
+
+
 def test_curves_are_counted_by_hand(tmp_path):
-    config = tiny(vocab_size=60)
+    config = tiny(vocab_size=61)
     params, mesh = random_params(config), make_mesh(MeshConfig())
     with jax.set_mesh(mesh):
         scorer = Scorer(Transformer(config), params, mesh, rows=8)
         summary = TASK.evaluate(scorer, 0, tmp_path)
     words = list(TASK.scored_words(0))
-    right = [logits(config, params, w["tokens"][None])[0].argmax(-1) == w["targets"] for w in words]
+    best = [logits(config, params, word["tokens"][None])[0].argmax(-1) for word in words]
+    right = [(b == word["targets"])[1:] for b, word in zip(best, words, strict=True)]
     record = json.loads((tmp_path / "length.json").read_text())
     np.testing.assert_allclose(record["accuracy"], np.mean(right, axis=0), atol=1e-4)
     prefixes = [[np.all(word[: t + 1]) for t in range(7)] for word in right]

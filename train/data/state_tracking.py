@@ -1,9 +1,12 @@
 """State tracking: the word problem of a finite group, one element a token.
 
-A row is a word g_1 g_2 ... g_N of uniformly drawn letters; the target at step t is the product
-g_1 g_2 ... g_t, in which a b means "first a, then b". Every step is scored, so that a row holds
-the words of all lengths up to N. For a group that is not solvable (A5, S5) the problem is
-NC1-complete: fixed positions and depth are believed not to solve it for every length.
+A row is a start mark and a word g_1 g_2 ... g_N of uniformly drawn letters; the target at step t is
+the product g_1 g_2 ... g_t, in which a b means "first a, then b". Every step is scored, so that a
+row holds the words of all lengths up to N. Without the mark nobody could count the first letters of
+a row when they are the same: averages of equal values are equal, however positions weigh them.
+
+For a group that is not solvable (A5, S5) the problem is NC1-complete: fixed positions and depth are
+believed not to solve it for every length.
 """
 
 from __future__ import annotations
@@ -65,19 +68,29 @@ class StateTracking(Task):
     eval_examples: int = 1_000
 
     @property
+    def order(self) -> int:
+        """Elements of the group."""
+        return len(multiplication_table(self.group))
+
+    @property
+    def start(self) -> int:
+        """The id of the mark in front of every word."""
+        return self.order
+
+    @property
     def length(self) -> int:
-        """N of training rows."""
-        return self.max_length
+        """N of training rows, the mark included."""
+        return self.max_length + 1
 
     @property
     def longest(self) -> int:
         """Of training and evaluation."""
-        return max(self.max_length, self.eval_length)
+        return max(self.max_length, self.eval_length) + 1
 
     @property
     def vocab_size(self) -> int:
-        """The elements of the group."""
-        return len(multiplication_table(self.group))
+        """The elements of the group and the mark."""
+        return self.order + 1
 
     @property
     def metric(self) -> Metric:
@@ -86,8 +99,8 @@ class StateTracking(Task):
 
     @property
     def filler(self) -> int:
-        """The identity: in front of a word it changes no product."""
-        return IDENTITY
+        """The mark once more."""
+        return self.start
 
     def validate(self) -> None:
         """Raises ValueError for lengths or examples below 1."""
@@ -100,17 +113,18 @@ class StateTracking(Task):
         return StateTrackingSource(self, seed)
 
     def word(self, length: int, *stream: int) -> Sample:
-        """A word of this length and its running products."""
+        """The mark and a word of this length, its running products behind the mark."""
         table = multiplication_table(self.group)
         letters = {
             "elements": np.arange(len(table), dtype=np.int32),
             "generators": generating_elements(self.group),
         }[self.letters]
         word = letters[generator(*stream).integers(0, len(letters), length)]
+        products = running_products(table, word)
         return {
-            "tokens": word,
-            "targets": running_products(table, word),
-            "weights": np.ones(length, np.float32),
+            "tokens": np.concatenate([[self.start], word]).astype(np.int32),
+            "targets": np.concatenate([[IDENTITY], products]).astype(np.int32),
+            "weights": np.arange(length + 1).clip(0, 1).astype(np.float32),
         }
 
     def scored_words(self, seed: int) -> Iterator[Sample]:

@@ -33,7 +33,7 @@ def evaluate_lengths(
     step of a longer word is predicted from its prefix alone. "in range" is its mean over t up to
     `max_length`, "beyond" over the longer ones, "mean" over all.
     """
-    hits = scorer.hits(task.scored_words(seed), task.eval_examples)
+    hits = scorer.hits(task.scored_words(seed), task.eval_examples)[:, 1:]  # behind the mark
     curves = {
         "accuracy": hits.mean(axis=0),
         "all_steps": np.logical_and.accumulate(hits, axis=1).mean(axis=0),
@@ -47,7 +47,7 @@ def evaluate_lengths(
         "group": task.group,
         "train_length": task.max_length,
         "words": task.eval_examples,
-        "chance": 1 / task.vocab_size,
+        "chance": 1 / task.order,
         **summary,
         **{name: np.round(curve, 4).tolist() for name, curve in curves.items()},
     }
