@@ -20,6 +20,9 @@ from train.evals.runner import Scorer
 
 matplotlib.use("Agg")
 
+MAPS_IN_A_ROW = 3
+"""Heat maps side by side in a comparison."""
+
 
 def evaluate_grid(task: Addition, scorer: Scorer, seed: int, folder: Path) -> dict[str, float]:
     """Writes grid.json and grid.png into `folder`; returns the means in and beyond training.
@@ -72,14 +75,19 @@ def draw_grid(grid: np.ndarray, max_digits: int, summary: dict[str, float]) -> F
 
 def draw_comparison(evaluations: Mapping[str, Sequence[Path]]) -> Figure:
     """A heat map per encoding, the mean of its seeds, from folders with a grid.json."""
-    figure = Figure(figsize=(1.0 + 4.2 * len(evaluations), 5.2), layout="compressed")
-    panels = figure.subplots(1, len(evaluations), sharey=True, squeeze=False)[0]
-    for axes, (name, folders) in zip(panels, evaluations.items(), strict=True):
+    columns = min(len(evaluations), MAPS_IN_A_ROW)
+    rows = -(-len(evaluations) // columns)
+    figure = Figure(figsize=(1.0 + 4.2 * columns, 4.8 * rows + 0.4), layout="compressed")
+    panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    for axes, (name, folders) in zip(panels.flat, evaluations.items(), strict=False):
         records = [json.loads((folder / "grid.json").read_text()) for folder in folders]
         grid, max_digits = np.mean([r["grid"] for r in records], axis=0), records[0]["train_digits"]
         image = _draw_cells(axes, grid, max_digits)
         axes.set_title(f"{name}\n{_in_words(summarise(grid, max_digits))}", fontsize=10)
-    panels[0].set_ylabel("digits of the first operand")
+    for axes in panels.flat[len(evaluations) :]:
+        axes.set_axis_off()
+    for axes in panels[:, 0]:
+        axes.set_ylabel("digits of the first operand")
     figure.suptitle("exact match, mean of the seeds; red: lengths seen in training")
     figure.colorbar(image, ax=panels, label="exact match")
     return figure
