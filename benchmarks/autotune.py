@@ -165,10 +165,10 @@ def _lower(problem, tile, operands):
     )
 
     def forward(q, k, values, d_outs, lse, delta):
-        return gpu.forward(spec, q, k, values, None)
+        return gpu.forward(spec, q, k, values, side=None, bias=None)
 
     def backward(q, k, values, *rest):
-        return gpu.backward(spec, q, k, values, None, *rest)
+        return gpu.backward(spec, q, k, values, None, None, *rest)
 
     # Of the backward pass's two kernels, the compiler drops the one whose results nobody takes.
     taken = {

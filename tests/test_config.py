@@ -35,7 +35,7 @@ def test_impossible_models(fields, message):
 
 def test_scaling_below_one():
     with pytest.raises(ValueError, match=r"scaling.factor=0.5 must be >= 1"):
-        positions.LinearScaling(0.5)
+        tiny(position=positions.RoPE(scaling=positions.LinearScaling(0.5)))
 
 
 def test_config_is_hashable_and_replaceable():
