@@ -30,6 +30,7 @@ SCALED = {
 EVERY = {name: positions.get(name) for name in (*positions.names(), *positions.VARIANTS)} | SCALED
 ABSOLUTE = {"sinusoidal", "fire", "dape", "tape-learned"}  # FIRE and what is built on it: by query
 NOT_EQUIVARIANT = {"tape-separate", "tape-vectorial", "tape-nonequivariant", "tape-vectorial-full"}
+QUICK = ["rope", "alibi", "cope", "tapa", "pope", "tape", "tape-unit", "tape-nonequivariant"]
 LENGTH = 12
 
 
@@ -53,7 +54,7 @@ def everything(name, ids, where=None, segments=None):
     return np.asarray(out), np.zeros((1, 1, LENGTH)) if states is None else np.asarray(states)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", mostly_slow(EVERY, QUICK))
 def test_no_encoding_sees_the_future_or_another_document(name):
     ids = tokens(model(name)[0])
     out, states = everything(name, ids)
@@ -84,7 +85,7 @@ def test_no_encoding_sees_the_future_or_another_document(name):
     np.testing.assert_allclose(packed_states[:, :, 7:], apart_states[:, :, :5], atol=2e-5)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", mostly_slow(EVERY, QUICK))
 def test_relative_encodings_are_shift_invariant_and_absolute_ones_are_not(name):
     ids, shift = tokens(model(name)[0]), 900
     base = np.arange(LENGTH)[None]
