@@ -84,7 +84,7 @@ def test_command_line_sets_any_field(tmp_path):
 )
 def test_parts_are_chosen_by_name_in_any_order(tmp_path, flags):
     _, config = parse(
-        f"--config addition-demo --workdir {tmp_path} --model.vocab-size 60 {flags}".split()
+        f"--config addition-demo --workdir {tmp_path} --model.vocab-size 61 {flags}".split()
     )
     assert config.model.position == positions.RoPE()
     assert config.task == StateTracking(group="Z60")
