@@ -1,5 +1,7 @@
 """Addition: a demonstration and a comparison for two CPU cores, and the paper's setting."""
 
+import dataclasses
+
 from tape_jax import ModelConfig, positions
 from train.config import TrainConfig
 from train.data.addition import VOCABULARY, Addition
@@ -33,24 +35,12 @@ def demo() -> TrainConfig:
 
 def small() -> TrainConfig:
     """For comparing encodings on two CPU cores: up to 5 digits, tested up to 10."""
-    return TrainConfig(
+    like = demo()
+    return dataclasses.replace(
+        like,
         name="addition-small",
-        model=ModelConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=96,
-            intermediate_size=192,
-            num_layers=3,
-            num_heads=4,
-            initializer_range=0.08,
-            position=positions.Tape(),
-            scan_layers=False,
-        ),
+        model=dataclasses.replace(like.model, hidden_size=96, intermediate_size=192),
         task=Addition(max_digits=5, eval_digits=10, eval_examples=16),
-        optimizer=OptimizerConfig(
-            learning_rate=2e-3, warmup_steps=50, b2=0.98, final_fraction=0.02
-        ),
-        steps=1_000,
-        batch_size=128,
         eval_every=1_000,
         save_every=250,
     )

@@ -80,9 +80,9 @@ def compare(
             except NonFiniteError as error:
                 failures[run] = str(error)
                 console.print(f"{title}: {error}", markup=False)
+            if stop() or run == runs[-1]:
+                break  # its report is the last one
             write_comparison(workdir, config, runs, refusals, failures)
-            if stop():
-                break
     report = write_comparison(workdir, config, runs, refusals, failures)
     console.print(report.read_text().split("![")[0].strip(), markup=False)
     console.print(f"the report: {report}")

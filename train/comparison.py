@@ -1,6 +1,7 @@
 """The report of a comparison, from what its runs have left on disk."""
 
 import dataclasses
+import functools
 import json
 import statistics
 from collections.abc import Mapping, Sequence
@@ -96,16 +97,21 @@ def _record(run: Run, failure: str | None) -> dict[str, Any]:
     """What is known of a run."""
     steps = read_metrics(run.workdir, "train")
     times = [r["step_seconds"] for r in steps.values() if "step_seconds" in r]
-    state = jax.eval_shape(lambda: make_state(run.config, run.seed))
     return {
         "encoding": run.encoding,
         "seed": run.seed,
-        "parameters": count_parameters(state.params),
+        "parameters": _parameters(run.config),
         "steps": max(steps, default=0),
         "step_seconds": statistics.median(times) if times else None,
         "scores": evaluations(run.workdir).get(run.config.steps),
         "failure": failure,
     }
+
+
+@functools.cache
+def _parameters(config: TrainConfig) -> int:
+    """Traced once for all the reports of a comparison."""
+    return count_parameters(jax.eval_shape(lambda: make_state(config, config.seed)).params)
 
 
 def _row(encoding: str, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

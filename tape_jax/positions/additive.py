@@ -6,6 +6,7 @@ learns lives in each layer. i is the query's position, j the key's, d = |i - j|.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import LinearBias, ScoreMod
-from tape_jax.positions.protocol import Encoding
+from tape_jax.positions.protocol import Encoding, Parameter
 
 if TYPE_CHECKING:
     from tape_jax.config import ModelConfig
@@ -32,12 +33,12 @@ def distances(q_positions, k_positions) -> Int[Array, "B n m"]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Additive(Encoding):
+class Additive(Encoding, abc.ABC):
     """What every additive encoding shares; subclasses say what the bias is."""
 
+    @abc.abstractmethod
     def bias(self, config: ModelConfig) -> Bias:
         """The bias, its parameters made in the scope that calls."""
-        raise NotImplementedError
 
     def score_mod(self, q, q_positions, k_positions, config) -> ScoreMod | LinearBias:
         """Scores plus the bias of their tile."""
@@ -103,15 +104,6 @@ def t5_buckets(buckets: int, max_distance: int) -> np.ndarray:
     return np.where(distance < exact, distance, np.minimum(large, buckets - 1))
 
 
-class _Table(nn.Module):
-    shape: tuple[int, ...]
-    scale: float
-
-    @nn.compact
-    def __call__(self):
-        return self.param("table", nn.initializers.normal(self.scale), self.shape)
-
-
 @dataclasses.dataclass(frozen=True)
 class T5(Additive):
     """T5's relative bias (arXiv 1910.10683): one learned number per bucket of distances and head.
@@ -140,7 +132,8 @@ class T5(Additive):
     def bias(self, config):
         """table[bucket(d), h]."""
         shape = (self.buckets, config.num_heads)
-        table = _Table(shape, config.initializer_range, name="position")()
+        normal = nn.initializers.normal(config.initializer_range)
+        table = Parameter("table", normal, shape, name="position")()
         by_distance = table[t5_buckets(self.buckets, self.max_distance)]
 
         def bias(q_positions, k_positions):

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import ScoreMod
 from tape_jax.positions.additive import Additive, Fire
-from tape_jax.positions.protocol import Encoding
+from tape_jax.positions.protocol import Encoding, Parameter
 
 if TYPE_CHECKING:
     from tape_jax.config import ModelConfig
@@ -37,15 +37,6 @@ def interpolate(z: Float[Array, "B H N P"], p: Float[Array, "B H N M"]) -> Float
     below = jnp.take_along_axis(z, low.astype(jnp.int32), axis=-1)
     above = jnp.take_along_axis(z, jnp.ceil(p).astype(jnp.int32), axis=-1)
     return above * (p - low) + below * (1 - (p - low))
-
-
-class _Cope(nn.Module):
-    count: int
-    width: int
-
-    @nn.compact
-    def __call__(self):
-        return self.param("embedding", nn.initializers.zeros, (self.width, self.count))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +67,8 @@ class CoPE(Encoding):
 
     def score_mod(self, q, q_positions, k_positions, config):
         """score_ij + q_i . e[p_ij]."""
-        embedding = _Cope(self.count, config.head_width, name="position")()
+        shape = (config.head_width, self.count)
+        embedding = Parameter("embedding", nn.initializers.zeros, shape, name="position")()
         z = jnp.einsum("bnhd,dp->bhnp", q.astype(jnp.float32), embedding)
 
         def add(scores, q_index, k_index):

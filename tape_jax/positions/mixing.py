@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -42,6 +43,15 @@ class View:
     unfold: Callable[[Array, int], Array]
     axes: Callable[[ModelConfig], tuple[int, int]]
     copies: int = 0
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """The axis of the copies, in front of a parameter's own axes."""
+        return (self.copies,) if self.copies else ()
+
+    def by_copy(self, mix: Callable[..., Array], in_axes=0) -> Callable[..., Array]:
+        """`mix`, with parameters of its own for each copy."""
+        return jax.vmap(mix, in_axes) if self.copies else mix
 
 
 def _head_axes(config):

@@ -8,16 +8,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from tape_jax.positions.protocol import Encoding
+from tape_jax.positions.protocol import Encoding, Parameter
 from tape_jax.positions.rotary import complex_multiply, frequencies, phases
-
-
-class _Offsets(nn.Module):
-    shape: tuple[int, int]
-
-    @nn.compact
-    def __call__(self):
-        return self.param("offset", nn.initializers.zeros, self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +42,8 @@ class PoPE(Encoding):
         """mu exp(i (t w - delta)) and nu exp(i t w), as 2 D reals."""
         of_q = state
         if self.offsets:
-            offset = _Offsets((config.num_heads, config.head_width), name="position")()
+            shape = (config.num_heads, config.head_width)
+            offset = Parameter("offset", nn.initializers.zeros, shape, name="position")()
             of_q = complex_multiply(jnp.concatenate([jnp.cos(offset), -jnp.sin(offset)], -1), state)
 
         def polar(x, state):

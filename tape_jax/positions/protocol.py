@@ -8,8 +8,10 @@ model) that calls them, so its parameters land there, under the name "position".
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -83,6 +85,25 @@ class Encoding:
     ) -> State:
         """The next block's state, from the mixed values, the MLP's output and its input."""
         return state
+
+
+class Parameter(nn.Module):
+    """One learned array, for encodings that learn no more than that.
+
+    Attributes:
+      array: its name.
+      start: (key, shape) -> where it starts.
+      shape: of the array.
+    """
+
+    array: str
+    start: Callable[..., Array]
+    shape: tuple[int, ...]
+
+    @nn.compact
+    def __call__(self) -> Array:
+        """The array, float32."""
+        return self.param(self.array, self.start, self.shape)
 
 
 @dataclasses.dataclass(frozen=True)

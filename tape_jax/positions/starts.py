@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from tape_jax.positions.protocol import Parameter
 from tape_jax.positions.rotary import Rotary, phases
 
 if TYPE_CHECKING:
@@ -73,15 +73,6 @@ class Fourier(Start):
         return phases(positions, draw / self.length_scale)
 
 
-class _Table(nn.Module):
-    rows: int
-    start: Float[Array, "T D"]
-
-    @nn.compact
-    def __call__(self):
-        return self.param("table", lambda key: self.start)
-
-
 @dataclasses.dataclass(frozen=True)
 class Learned(Start):
     """A learned state for every position, shared by all heads; it starts as the rotary one.
@@ -103,9 +94,11 @@ class Learned(Start):
 
     def __call__(self, encoding, positions, width):
         """The table's rows."""
-        where = jnp.arange(self.max_position)[None]
-        start = encoding.start_rotations(where, width)[0]
-        table = _Table(self.max_position, start, name="position")()
+
+        def rotary(key, shape):
+            return encoding.start_rotations(jnp.arange(shape[0])[None], shape[1])[0]
+
+        table = Parameter("table", rotary, (self.max_position, width), name="position")()
         inside = jnp.where(positions < 0, self.max_position, positions)  # negative ones wrap around
         return jnp.take(table, inside, axis=0, mode="fill")
 

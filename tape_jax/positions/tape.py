@@ -89,10 +89,9 @@ class TapeUpdate(nn.Module):
         """The linear map after the position attention (Eq. 7)."""
         kv_heads, (into, out_of) = self.config.kv_heads, view.axes(self.config)
         shape = (into, out_of) if self.encoding.post == "full" else (out_of,)
-        lead = (view.copies,) if view.copies else ()
-        weights = self.param("post", nn.initializers.zeros, (*lead, *shape)).astype(mixed.dtype)
-        mix = functools.partial(post_mix, into=into)
-        mix = jax.vmap(mix) if view.copies else mix
+        shape = (*view.lead, *shape)
+        weights = self.param("post", nn.initializers.zeros, shape).astype(mixed.dtype)
+        mix = view.by_copy(functools.partial(post_mix, into=into))
         return view.unfold(mix(view.fold(mixed, kv_heads), weights), kv_heads)
 
     def _mlp(self, view, state, gate_input):
@@ -101,14 +100,13 @@ class TapeUpdate(nn.Module):
         (axis, _), width = view.axes(config), encoding.mlp_width(config)
         normal, zeros = nn.initializers.normal(config.initializer_range), nn.initializers.zeros
         dtype = jnp.dtype(config.dtype)
-        lead = (view.copies,) if view.copies else ()
         w1, w2 = (
-            self.param(name, zeros if encoding.zero == name else normal, (*lead, *shape))
+            self.param(name, zeros if encoding.zero == name else normal, (*view.lead, *shape))
             for name, shape in (("w1", (width, axis)), ("w2", (axis, width)))
         )
         gate = nn.Dense(width, use_bias=False, kernel_init=normal, dtype=dtype, name="gate")
         g = jax.nn.silu(gate(gate_input))
-        mix = jax.vmap(gated_mix, in_axes=(0, None, 0, 0)) if view.copies else gated_mix
+        mix = view.by_copy(gated_mix, in_axes=(0, None, 0, 0))
         folded = view.fold(state.astype(dtype), config.kv_heads)
         return view.unfold(mix(folded, g, w1.astype(dtype), w2.astype(dtype)), config.kv_heads)
 
