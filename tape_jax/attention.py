@@ -4,6 +4,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from tape_jax.cache import Kept, Past
 from tape_jax.config import ModelConfig
 from tape_jax.layers import linear
 from tape_jax.positions.protocol import State
@@ -24,13 +25,15 @@ class Attention(nn.Module):
         state: State,
         positions: Int[Array, "B N"],
         segment_ids: Int[Array, "B N"] | None,
+        past: Past | None = None,
         *,
         mix_state: bool = True,
-    ) -> tuple[Float[Array, "B N C"], Float[Array, "B N H De"] | None]:
-        """The attention's output, and the state's values mixed by the same probabilities.
+    ) -> tuple[Float[Array, "B N C"], Float[Array, "B N H De"] | None, Kept | None]:
+        """The attention's output, the state's values mixed by the same probabilities, the cache.
 
         Causality is by index, whatever the positions say; with mix_state False nobody will read
-        the second output, so it is not computed and None.
+        the second output, so it is not computed and None. With a `past`, tokens also read what is
+        in its slots, and the third output is what the layer keeps now; else that is None.
         """
         config, encoding = self.config, self.config.position
         width, bias = config.head_width, config.attention_bias
@@ -47,16 +50,26 @@ class Attention(nn.Module):
         values = encoding.values(state) if mix_state else None
         if values is not None:
             values = jnp.broadcast_to(values.astype(dtype), (*k.shape[:3], values.shape[-1]))
+        kept, order, k_positions = None, None, positions
+        if past is not None:
+            kept, slots = (
+                past.kept.write(Kept(k, v, values), past.slots.filled - x.shape[1]),
+                past.slots,
+            )
+            k, v, values = kept.k, kept.v, None if values is None else kept.e
+            order, k_positions = slots.order(x.shape[1]), slots.positions
+            segment_ids = (segment_ids, slots.segment_ids)
         out, mixed = sharded_attention(
             q,
             k,
             v,
             values,
             causal=self.causal,
+            positions=order,
             segment_ids=segment_ids,
             scale=width**-0.5,
-            score_mod=encoding.score_mod(q, positions, positions, config),
+            score_mod=encoding.score_mod(q, positions, k_positions, config),
             implementation=config.attention,
         )
         out = linear(config, config.hidden_size, "out", bias=bias)(out.reshape(*x.shape[:2], -1))
-        return out, mixed
+        return out, mixed, kept

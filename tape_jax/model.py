@@ -4,6 +4,8 @@ Letters: B batch, N sequence, C hidden, H query heads, K state (key/value) heads
 L layers, V vocabulary.
 """
 
+import dataclasses
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from tape_jax.attention import Attention
+from tape_jax.cache import Cache, Kept, Past
 from tape_jax.config import REMAT_POLICIES, ModelConfig
 from tape_jax.layers import MLP, linear, norm
 from tape_jax.positions.protocol import State
@@ -30,20 +33,22 @@ class Block(nn.Module):
         state: State,
         positions: Int[Array, "B N"],
         segment_ids: Int[Array, "B N"] | None,
+        past: Past | None = None,
         *,
         update_state: bool = True,
-    ) -> tuple[Float[Array, "B N C"], State]:
-        """x + attention + MLP, and the encoding's update of its state.
+    ) -> tuple[Float[Array, "B N C"], State, Kept | None]:
+        """x + attention + MLP, the encoding's update of its state, and what the cache keeps.
 
         With update_state False the state is returned as it came: nothing is computed for it.
         """
         config = self.config
         attention = Attention(config, self.causal, name="attention")
-        attended, mixed = attention(
+        attended, mixed, kept = attention(
             norm(config, "attention_norm")(x),
             state,
             positions,
             segment_ids,
+            past,
             mix_state=update_state,
         )
         x = x + attended
@@ -51,7 +56,7 @@ class Block(nn.Module):
         mlp_out = MLP(config, name="mlp")(hidden)
         if update_state:
             state = config.position.update(state, mixed, mlp_out, hidden, config)
-        return constrain(x + mlp_out, "batch", "length", "hidden"), state
+        return constrain(x + mlp_out, "batch", "length", "hidden"), state, kept
 
 
 class Transformer(nn.Module):
@@ -75,8 +80,9 @@ class Transformer(nn.Module):
         tokens: Int[Array, "B N"],
         positions: Int[Array, "B N"] | None = None,
         segment_ids: Int[Array, "B N"] | None = None,
-    ) -> Float[Array, "B N V"]:
-        """Logits of the next token at every position.
+        cache: Cache | None = None,
+    ) -> Float[Array, "B N V"] | tuple[Float[Array, "B N V"], Cache]:
+        """Logits of the next token at every position; with a cache, and the cache with the tokens.
 
         Args:
           tokens: ids in [0, vocab_size). Under jit they cannot be checked: an id outside gives
@@ -84,6 +90,8 @@ class Transformer(nn.Module):
           positions: int32, increasing within a segment; 0 .. N-1 (plus the encoding's shift) when
             None. Never inferred from segment_ids.
           segment_ids: a token reads only its own segment; negative ids are padding.
+          cache: what earlier calls have kept (`tape_jax.cache.new_cache` at first): these tokens
+            follow those. Without positions, theirs go on. More tokens than have room give NaN.
 
         Raises:
           ValueError: an empty sequence, shapes that do not fit, or ids outside the vocabulary.
@@ -91,8 +99,16 @@ class Transformer(nn.Module):
         config, encoding = self.config, self.config.position
         _check_inputs(config, tokens, positions, segment_ids)
         tokens = constrain(tokens, "batch", "length")
-        if positions is None:
-            positions = encoding.default_positions(tokens.shape[1])
+        length = tokens.shape[1]
+        if positions is None and cache is None:
+            positions = encoding.default_positions(length)
+        elif positions is None:
+            every, filled = encoding.default_positions(cache.size), cache.slots.filled
+            positions = jax.lax.dynamic_slice_in_dim(every, filled, length, axis=1)
+        if cache is not None:
+            segment_ids = jnp.zeros_like(tokens) if segment_ids is None else segment_ids
+            slots = cache.slots.extend(positions, segment_ids)
+            cache = dataclasses.replace(cache, slots=slots)
 
         embedding = nn.Embed(
             config.vocab_size,
@@ -105,17 +121,21 @@ class Transformer(nn.Module):
         rows = embedding(jnp.where(tokens < 0, config.vocab_size, tokens))
         x = constrain(encoding.embed(rows, positions), "batch", "length", "hidden")
         state = encoding.initial_state(positions, config)
-        x = self._layers(x, state, positions, segment_ids)
+        x, kept = self._layers(x, state, positions, segment_ids, cache)
         x = norm(config, "final_norm")(x)
         if config.tie_embeddings:
             logits = _float32_dot(x, embedding.embedding.astype(x.dtype).T)
         else:
             head = linear(config, config.vocab_size, "head", dot_general=_float32_dot_general)
             logits = head(x)
-        return constrain(logits, "batch", "length", "vocab")
+        logits = constrain(logits, "batch", "length", "vocab")
+        if cache is None:
+            return logits
+        cache = dataclasses.replace(cache, kept=kept)
+        return jnp.where(cache.slots.filled <= cache.size, logits, jnp.nan), cache
 
-    def _layers(self, x, state, positions, segment_ids):
-        """Runs the stack, scanned or unrolled, and sows what was asked for."""
+    def _layers(self, x, state, positions, segment_ids, cache):
+        """Runs the stack, scanned or unrolled, and sows what was asked for: (x, what is kept)."""
         config = self.config
         block = Block(config, parent=None)
         keep_all = self.is_mutable_collection("intermediates")
@@ -128,11 +148,13 @@ class Transformer(nn.Module):
 
             return jax.vmap(one)(jax.random.split(rng, config.num_layers))
 
-        def layer(params, carry, update_state):
+        def layer(own, carry, update_state):
+            params, kept = own
             norms = _root_mean_square(carry[1]) if keep_norms else None
-            args = (*carry, positions, segment_ids)
-            carry = block.apply({"params": params}, *args, update_state=update_state)
-            return carry, (norms, carry if keep_all else None)
+            past = None if cache is None else Past(kept, cache.slots)
+            args = (*carry, positions, segment_ids, past)
+            *carry, kept = block.apply({"params": params}, *args, update_state=update_state)
+            return tuple(carry), (norms, tuple(carry) if keep_all else None, kept)
 
         policy = REMAT_POLICIES[config.remat]
         if policy is not None:
@@ -141,16 +163,17 @@ class Transformer(nn.Module):
             )
         params, first = self.param("layers", init), (x, state)
         if self.is_initializing():
-            return x
+            return x, None
+        own = (params, None if cache is None else cache.kept)
         if config.scan_layers:
-            carry, kept = _scanned(layer, params, first)
+            carry, rows = _scanned(layer, own, first)
         else:
-            carry, kept = _unrolled(layer, params, first, config.num_layers, keep_all)
-        self._sow(first, kept)
-        return carry[0]
+            carry, rows = _unrolled(layer, own, first, config.num_layers, keep_all)
+        norms, carries, kept = rows
+        self._sow(first, norms, carries)
+        return carry[0], kept
 
-    def _sow(self, first, kept):
-        norms, carries = kept
+    def _sow(self, first, norms, carries):
         if norms is not None:
             relative = norms / _root_mean_square(first[1])
             self.sow("metrics", "position_norm", relative, reduce_fn=lambda _, new: new)
@@ -164,19 +187,19 @@ class Transformer(nn.Module):
                     self.sow("intermediates", name, both, reduce_fn=lambda _, new: new)
 
 
-def _scanned(layer, params, first):
-    """All layers as one compiled loop over the stacked parameters: (last carry, what was kept)."""
+def _scanned(layer, own, first):
+    """All layers as one compiled loop over what is stacked: (last carry, what each gave)."""
     # A scan's carry keeps its shape: the first state is spread over batch and heads.
-    one = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), params)
+    one = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), own)
     shapes, _ = jax.eval_shape(lambda p, c: layer(p, c, True), one, first)
     carry = jax.tree.map(lambda a, like: jnp.broadcast_to(a, like.shape), first, shapes)
-    return jax.lax.scan(lambda c, p: layer(p, c, True), carry, params)
+    return jax.lax.scan(lambda c, p: layer(p, c, True), carry, own)
 
 
-def _unrolled(layer, params, first, count, keep_last_state):
+def _unrolled(layer, own, first, count, keep_last_state):
     """The same, layer after layer; nobody reads the last state unless it is asked for."""
     carry, rows = first, []
-    for i, one in enumerate(_unstack(params, count)):
+    for i, one in enumerate(_unstack(own, count)):
         carry, row = layer(one, carry, keep_last_state or i < count - 1)
         rows.append(row)
     return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
@@ -184,8 +207,8 @@ def _unrolled(layer, params, first, count, keep_last_state):
 
 def _unstack(params, count):
     """The per-layer trees of a stacked one; `split`, because its gradient is one concatenation."""
-    pieces = jax.tree.map(lambda p: jax.lax.split(p, (1,) * count), params)
-    is_piece = lambda x: isinstance(x, list | tuple)  # noqa: E731
+    pieces = jax.tree.map(lambda p: list(jax.lax.split(p, (1,) * count)), params)
+    is_piece = lambda x: isinstance(x, list)  # noqa: E731
     return [jax.tree.map(lambda p, i=i: p[i][0], pieces, is_leaf=is_piece) for i in range(count)]
 
 

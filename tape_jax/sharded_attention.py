@@ -18,6 +18,8 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import LinearBias, ScoreMod, tape_attention
 from tape_jax.sharding import partition_spec
 
+Pair = tuple[Int[Array, "B Nq"], Int[Array, "B Nk"]]
+
 
 def sharded_attention(
     q: Float[Array, "B N H D"],
@@ -25,7 +27,8 @@ def sharded_attention(
     v: Float[Array, "B N K D"],
     e: Float[Array, "B N K De"] | None,
     *,
-    segment_ids: Int[Array, "B N"] | None,
+    positions: Pair | None = None,
+    segment_ids: Int[Array, "B N"] | Pair | None,
     score_mod: ScoreMod | LinearBias | None = None,
     **arguments,
 ) -> tuple[Float[Array, "B N H D"], Float[Array, "B N H De"] | None]:
@@ -43,31 +46,33 @@ def sharded_attention(
         if kind == AxisType.Auto
     }
     if mesh.size == 1 or not by_hand or isinstance(score_mod, ScoreMod):
-        return tape_attention(q, k, v, e, segment_ids=segment_ids, score_mod=score_mod, **arguments)
+        integers = {"positions": positions, "segment_ids": segment_ids}
+        return tape_attention(q, k, v, e, **integers, score_mod=score_mod, **arguments)
 
-    if segment_ids is not None:
-        segment_ids = jnp.broadcast_to(segment_ids, q.shape[:2])
+    whole_batch = lambda x: jnp.broadcast_to(x, (q.shape[0], x.shape[1]))  # noqa: E731
+    positions, segment_ids = jax.tree.map(whole_batch, (positions, segment_ids))
     rows, length, heads, _ = partition_spec(("batch", "length", "kv_heads", None), k.shape, mesh)
-    if k.shape[2] % (_extent(mesh, heads) * _extent(mesh, length)):
-        length = None
+    if k.shape[2] % (_extent(mesh, heads) * _extent(mesh, length)) or q.shape[1] != k.shape[1]:
+        length = None  # decoding: few queries, and a cache that is not cut
     # Every axis that can be is named, of size 1 too: over the others the gradient is reduced.
-    whole = PartitionSpec(rows, length, heads, None)
+    whole, by_row = PartitionSpec(rows, length, heads, None), PartitionSpec(rows, None)
     trading = _extent(mesh, length) > 1
     bias, bias_specs = _cut(score_mod, q.shape[0], rows, heads, length)
 
-    def body(q, k, v, e, segment_ids, bias):
+    def body(q, k, v, e, positions, segment_ids, bias):
         if trading:
             q, k, v, e = _trade((q, k, v, e), length, split=2, join=1)
-        both = tape_attention(q, k, v, e, segment_ids=segment_ids, score_mod=bias, **arguments)
+        integers = {"positions": positions, "segment_ids": segment_ids}
+        both = tape_attention(q, k, v, e, **integers, score_mod=bias, **arguments)
         return _trade(both, length, split=1, join=2) if trading else both
 
     return jax.shard_map(
         body,
-        in_specs=(whole, whole, whole, whole, PartitionSpec(rows, None), bias_specs),
+        in_specs=(whole, whole, whole, whole, by_row, by_row, bias_specs),
         out_specs=whole,
         axis_names=by_hand,
         check_vma=False,  # a Pallas call does not say how its outputs vary over the mesh
-    )(q, k, v, e, segment_ids, bias)
+    )(q, k, v, e, positions, segment_ids, bias)
 
 
 def _cut(bias, batch, rows, heads, length):

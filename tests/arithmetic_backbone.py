@@ -67,7 +67,7 @@ def block(config, weights, x, state):
     """Hidden and position states after one layer."""
     where = config.position.default_positions(x.shape[1])
     params = attention_params(config, scope(weights, "attn"))
-    out, mixed = Attention(config).apply({"params": params}, x, state, where, None)
+    out, mixed, _ = Attention(config).apply({"params": params}, x, state, where, None)
     x = layer_norm(scope(weights, "residual1.norm"), x + out)
     inner = feed_forward(scope(weights, "ffn"), x)
     if mixed is not None:  # TAPE, with no linear map after its attention

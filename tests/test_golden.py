@@ -157,7 +157,7 @@ def test_randomized_with_its_stored_positions():
         where = jnp.asarray(where)[None]
         own = jax.tree.map(lambda p, layer=layer: p[layer], params["layers"])
         state = encoding.initial_state(where, config)
-        x, _ = jax.jit(Block(config).apply)({"params": own}, x, state, where, None)
+        x, _, _ = jax.jit(Block(config).apply)({"params": own}, x, state, where, None)
         np.testing.assert_allclose(x, golden["hidden_states"][layer + 1], atol=5e-5, rtol=0)
     drawn = golden["positions"]
     assert drawn.max() < encoding.max_position and (np.diff(drawn, axis=1) > 0).all()

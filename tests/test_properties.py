@@ -158,8 +158,8 @@ def test_a_layer_without_mask_is_permutation_equivariant(seed, kv_heads, permuta
     order = jnp.asarray(permutation)
     block = Block(config, causal=False)
     where = jnp.arange(7)[None]
-    out, state = block.apply({"params": params}, x, e, where, None)
-    out_p, state_p = block.apply(
+    out, state, _ = block.apply({"params": params}, x, e, where, None)
+    out_p, state_p, _ = block.apply(
         {"params": params}, x[:, order], e[:, order], where[:, order], None
     )
     chex.assert_trees_all_close(out[:, order], out_p, atol=1e-4)

@@ -39,6 +39,9 @@ class Encoding:
         """Positions used when the caller gives none: 0 .. N-1."""
         return jnp.arange(length, dtype=jnp.int32)[None]
 
+    def uncacheable(self) -> str | None:
+        """Why tokens decoded from a cache would differ from a full pass; None when they do not."""
+
     def training_positions(self, key: Array, batch: int, length: int) -> Int[Array, "B N"] | None:
         """Positions drawn for one training step; None: those of `default_positions`."""
 

@@ -76,6 +76,12 @@ class Randomized(Encoding):
         self._check(length)
         return ordered_draw(key, batch, length, self.max_position)
 
+    def uncacheable(self):
+        """A draw is one of a whole length."""
+        if self.evaluation == "draw":
+            return "evaluation='draw' draws for the whole length at once; use 'plain'"
+        return self.inner.uncacheable()
+
     # The rest is the inner encoding's.
 
     def embed(self, x, positions):

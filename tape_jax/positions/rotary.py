@@ -79,6 +79,12 @@ class Rotary(Encoding):
             raise ValueError(f"position.base={self.base} must be > 1")
         self.scaling.validate()
 
+    def uncacheable(self) -> str | None:
+        """A scaling by length turns the keys again with every token."""
+        if self.scaling.by_length:
+            return f"scaling {self.scaling.name!r} follows the length; use a fixed one"
+        return None
+
     def default_positions(self, length: int) -> Int[Array, "1 N"]:
         """shift .. shift + N - 1."""
         return super().default_positions(length) + self.shift

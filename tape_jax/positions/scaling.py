@@ -34,6 +34,11 @@ class Scaling:
         """What cos and sin are multiplied with."""
         return 1.0
 
+    @property
+    def by_length(self) -> bool:
+        """Whether the length of the call changes anything."""
+        return False
+
 
 @dataclasses.dataclass(frozen=True)
 class _Stretched(Scaling):
@@ -111,6 +116,11 @@ class DynamicNTKScaling(_Extended):
     """
 
     name: str = dataclasses.field(default="dynamic", kw_only=True)
+
+    @property
+    def by_length(self):
+        """It does."""
+        return True
 
     def frequencies(self, freqs, base, length):
         """Those of the original length up to it, then by the length."""
@@ -190,6 +200,11 @@ class DynamicYarnScaling(YarnScaling):
 
     name: str = dataclasses.field(default="dynamic-yarn", kw_only=True)
     ramp: Literal["index", "rotations"] = "rotations"
+
+    @property
+    def by_length(self):
+        """It does."""
+        return True
 
     def frequencies(self, freqs, base, length):
         """Those of the original length up to it, then YaRN's of N / L."""

@@ -1,0 +1,150 @@
+"""Decoding from a cache is the full pass, whatever the encoding."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tape_jax import positions
+from tape_jax.cache import new_cache
+from tape_jax.generate import Sampling, choose, generate, stream, truncated
+from tests.tiny import logits, mostly_slow, random_params, tiny, tokens
+
+NAMES = [*positions.names(), *positions.VARIANTS]
+
+
+@pytest.mark.parametrize("name", mostly_slow(NAMES, quick=["tape", "cope", "fire", "pope"]))
+def test_in_pieces_is_at_once(name):
+    """A prompt, a few tokens, then one by one, in a cache with room to spare."""
+    config = tiny(position=name, num_kv_heads=2, num_layers=2, scan_layers=name != "tape-mlp")
+    params = random_params(config, scale=0.12 if name.startswith("tapa") else 0.25)
+    ids = tokens(config)
+    whole = logits(config, params, ids)
+    cache, pieces = new_cache(config, len(ids), 17), []
+    for start, end in ((0, 6), (6, 9), (9, 10), (10, 11), (11, 12)):
+        out, cache = logits(config, params, ids[:, start:end], cache=cache)
+        pieces.append(out)
+    np.testing.assert_allclose(np.concatenate(pieces, axis=1), whole, atol=2e-5)
+    assert int(cache.slots.filled) == 12
+
+
+def test_more_tokens_than_room_is_loud():
+    config = tiny(num_layers=1)
+    params, ids = random_params(config), tokens(config)
+    out, cache = logits(config, params, ids, cache=new_cache(config, len(ids), 14))
+    assert np.isfinite(out).all()
+    out, _ = logits(config, params, ids[:, :3], cache=cache)
+    assert np.isnan(out).all()
+
+
+@pytest.mark.parametrize(
+    "encoding",
+    [
+        positions.RoPE(scaling=positions.DynamicNTKScaling(2.0, 8)),
+        positions.Tape(scaling=positions.DynamicYarnScaling(2.0, 8)),
+        positions.Randomized(evaluation="draw"),
+    ],
+)
+def test_encodings_without_a_cache_say_so(encoding):
+    with pytest.raises(ValueError, match=r"has no exact cache: .*; use"):
+        new_cache(tiny(position=encoding), 1, 8)
+
+
+@pytest.mark.parametrize("name", ["tape", "rope", "alibi", "fire", "tapa", "cope"])
+def test_unequal_prompts_greedy_equal_recomputation(name):
+    config = tiny(position=name, num_kv_heads=2)
+    params = random_params(config, scale=0.12 if name == "tapa" else 0.25)
+    prompts = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5]]
+    got = generate(config, params, prompts, 20)
+    for prompt, continued in zip(prompts, got, strict=True):
+        padded = np.zeros((1, 32), int)
+        row = list(prompt)
+        for token in continued:
+            padded[0, : len(row)] = row
+            scores = np.asarray(logits(config, params, padded)[0, len(row) - 1])
+            assert scores[token] > scores.max() - 1e-4  # ties may fall either way
+            row.append(token)
+    assert [len(c) for c in got] == [20] * 3
+
+
+def test_stop_tokens_end_each_row():
+    config = tiny()
+    params = random_params(config)
+    free = generate(config, params, [[1, 2], [3]], 12)
+    stop = free[0][4]
+    got = generate(config, params, [[1, 2], [3]], 12, stop=[stop])
+    for ours, theirs in zip(got, free, strict=True):
+        cut = theirs.index(stop) + 1 if stop in theirs else len(theirs)
+        assert ours == theirs[:cut]
+    both = list(stream(config, params, [[1, 2]], 12, stop=[stop]))
+    assert len(both) == free[0].index(stop) + 1
+
+
+def test_sampling_follows_the_truncated_distribution():
+    import jax
+
+    scores = jnp.log(jnp.asarray([[0.5, 0.25, 0.15, 0.1]]))
+    kept = lambda **how: np.isfinite(truncated(scores, Sampling(1.0, **how)))[0].tolist()  # noqa: E731
+    assert kept() == [True] * 4
+    assert kept(top_k=2) == [True, True, False, False]
+    assert kept(top_p=0.5) == [True, False, False, False]
+    assert kept(top_p=0.6) == [True, True, False, False]
+    assert kept(top_k=3, top_p=0.99) == [True, True, True, False]
+    many = jnp.tile(scores, (20_000, 1))
+    drawn = choose(many, Sampling(0.5, top_k=3), jax.random.key(0))
+    weights = np.array([0.5, 0.25, 0.15]) ** 2
+    np.testing.assert_allclose(
+        np.bincount(drawn, minlength=4)[:3] / 20_000, weights / weights.sum(), atol=0.015
+    )
+    assert (choose(many, Sampling(), jax.random.key(0)) == 0).all()
+
+
+def test_seeds():
+    config = tiny(num_layers=1)
+    params, hot = random_params(config), Sampling(1.5)
+    one, again, other = (
+        generate(config, params, [[1]], 12, sampling=hot, seed=s) for s in (0, 0, 1)
+    )
+    assert one == again != other
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([[1], []], 3), "prompt 1 has no tokens"),
+        (([[1, 99]], 3), "prompt 0 holds token id 99"),
+        (([], 3), "prompts is empty"),
+        (([[1]], 0), "max_new_tokens=0"),
+    ],
+)
+def test_prompts_that_cannot_be_continued(arguments, message):
+    config = tiny()
+    with pytest.raises(ValueError, match=message):
+        generate(config, {}, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"top_k": 0}, "top_k=0"),
+        ({"top_p": 0.0}, r"top_p=0.0 must lie in \(0, 1\]"),
+    ],
+)
+def test_samplings_that_cannot_work(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**fields)
+
+
+def test_bfloat16_caches_and_states():
+    """The cache is in the compute dtype; the full pass rounds the same numbers."""
+    config = dataclasses.replace(tiny(num_layers=2), dtype="bfloat16")
+    params, ids = random_params(config, scale=0.2), tokens(config)
+    whole = logits(config, params, ids)
+    cache = new_cache(config, len(ids), 12)
+    assert cache.kept.k.dtype == cache.kept.e.dtype == jnp.bfloat16
+    first, cache = logits(config, params, ids[:, :7], cache=cache)
+    rest, _ = logits(config, params, ids[:, 7:], cache=cache)
+    error = np.abs(np.concatenate([first, rest], axis=1) - whole).max()
+    assert error < 0.05 * float(whole.std())
