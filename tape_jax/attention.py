@@ -1,5 +1,8 @@
 """Attention of one block: project, look through the position state, attend, project back."""
 
+import functools
+from typing import Any
+
 import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -10,6 +13,7 @@ from tape_jax.layers import linear
 from tape_jax.positions.protocol import State
 from tape_jax.sharded_attention import sharded_attention
 from tape_jax.sharding import constrain
+from tape_jax.shifted_attention import shifted_attention
 
 
 class Attention(nn.Module):
@@ -50,26 +54,30 @@ class Attention(nn.Module):
         values = encoding.values(state) if mix_state else None
         if values is not None:
             values = jnp.broadcast_to(values.astype(dtype), (*k.shape[:3], values.shape[-1]))
-        kept, order, k_positions = None, None, positions
+        segments: Any = segment_ids
+        order, kept, k_positions = None, None, positions
         if past is not None:
-            kept, slots = (
-                past.kept.write(Kept(k, v, values), past.slots.filled - x.shape[1]),
-                past.slots,
-            )
+            kept, slots = past.kept.write(Kept(k, v, values), past.first_new(x)), past.slots
             k, v, values = kept.k, kept.v, None if values is None else kept.e
             order, k_positions = slots.order(x.shape[1]), slots.positions
-            segment_ids = (segment_ids, slots.segment_ids)
-        out, mixed = sharded_attention(
-            q,
-            k,
-            v,
-            values,
+            segments = (segment_ids, slots.segment_ids)
+        score_mod = encoding.score_mod(q, positions, k_positions, config)
+        attend = functools.partial(
+            sharded_attention,
             causal=self.causal,
             positions=order,
-            segment_ids=segment_ids,
             scale=width**-0.5,
-            score_mod=encoding.score_mod(q, positions, k_positions, config),
+            score_mod=score_mod,
             implementation=config.attention,
         )
+        if config.shifted_groups is not None:
+            if past is not None or score_mod is not None:
+                raise ValueError(
+                    f"model.shifted_groups={config.shifted_groups} is for training encodings that"
+                    f" leave the scores alone: set it None for position.name={encoding.name!r} and"
+                    " for decoding"
+                )
+            attend = functools.partial(shifted_attention, attend, groups=config.shifted_groups)
+        out, mixed = attend(q, k, v, values, segment_ids=segments)
         out = linear(config, config.hidden_size, "out", bias=bias)(out.reshape(*x.shape[:2], -1))
         return out, mixed, kept

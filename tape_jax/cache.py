@@ -94,6 +94,7 @@ class Cache:
         return self.slots.positions.shape[1]
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Past:
     """What one layer is given: its own share of the cache, and the slots with the new tokens."""
@@ -101,8 +102,9 @@ class Past:
     kept: Kept
     slots: Slots
 
-
-jax.tree_util.register_dataclass(Past)
+    def first_new(self, x: Float[Array, "B n C"]) -> Int[Array, ""]:
+        """The slot of the first of the tokens x, which are the newest."""
+        return self.slots.filled - x.shape[1]
 
 
 class _Probe(nn.Module):

@@ -8,6 +8,7 @@ import jax
 from pallas_kernels import IMPLEMENTATIONS
 from tape_jax import positions
 from tape_jax.errors import check_choices, unknown
+from tape_jax.lora import LoRA
 from tape_jax.positions.protocol import Encoding
 
 Precision = Literal["float32", "bfloat16", "float16"]
@@ -41,6 +42,10 @@ class ModelConfig:
         fastest); the parameters are the same.
       remat: what a block keeps for the backward pass: "none" recomputes nothing and keeps all,
         "full" keeps nothing, "dots" its matrix products, "attention" the attention's outputs.
+      lora: low-rank updates beside projections; None: none.
+      shifted_groups: LongLoRA's sparse attention, for training only: tokens read within this many
+        groups of the sequence, half of the heads within groups shifted by half a group. None: all
+        read all before them.
 
     Raises:
       ValueError: values that cannot make a model; names the fields and what would do.
@@ -63,6 +68,8 @@ class ModelConfig:
     attention: str | None = None
     scan_layers: bool = True
     remat: Literal["none", "full", "dots", "attention"] = "none"
+    lora: LoRA | None = None
+    shifted_groups: int | None = None
 
     @property
     def kv_heads(self) -> int:
@@ -91,6 +98,11 @@ class ModelConfig:
             raise ValueError(
                 f"model.num_kv_heads={self.kv_heads} must divide model.num_heads={self.num_heads}:"
                 f" use {_divisors(self.num_heads)}"
+            )
+        if self.shifted_groups is not None and (self.shifted_groups < 1 or self.kv_heads < 2):
+            raise ValueError(
+                f"model.shifted_groups={self.shifted_groups} must be >= 1, and it needs at least 2"
+                f" key/value heads to shift some of; model.num_kv_heads={self.kv_heads}"
             )
         check_choices(self, "model")
         if self.attention is not None and self.attention not in IMPLEMENTATIONS:

@@ -1,11 +1,14 @@
 """The parts of a Llama block that know nothing of positions."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from tape_jax.config import ModelConfig
+from tape_jax.lora import AdaptedDense
 from tape_jax.sharding import constrain
 
 
@@ -17,8 +20,14 @@ def norm(config: ModelConfig, name: str) -> nn.RMSNorm:
 def linear(
     config: ModelConfig, features: int, name: str, *, bias: bool = False, **fields
 ) -> nn.Dense:
-    """A projection: kernel (in, out), N(0, initializer_range^2), in the compute dtype."""
-    return nn.Dense(
+    """A projection: kernel (in, out), N(0, initializer_range^2), in the compute dtype.
+
+    With `config.lora` those that it targets have its update.
+    """
+    kind = nn.Dense
+    if config.lora is not None and config.lora.adapts(name):
+        kind = functools.partial(AdaptedDense, lora=config.lora)
+    return kind(
         features,
         use_bias=bias,
         dtype=jnp.dtype(config.dtype),

@@ -5,6 +5,7 @@ L layers, V vocabulary.
 """
 
 import dataclasses
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -131,10 +132,10 @@ class Transformer(nn.Module):
         logits = constrain(logits, "batch", "length", "vocab")
         if cache is None:
             return logits
-        cache = dataclasses.replace(cache, kept=kept)
-        return jnp.where(cache.slots.filled <= cache.size, logits, jnp.nan), cache
+        fits = cache.slots.filled <= cache.size
+        return jnp.where(fits, logits, jnp.nan), dataclasses.replace(cache, kept=kept)
 
-    def _layers(self, x, state, positions, segment_ids, cache):
+    def _layers(self, x, state, positions, segment_ids, cache) -> tuple[Array, Any]:
         """Runs the stack, scanned or unrolled, and sows what was asked for: (x, what is kept)."""
         config = self.config
         block = Block(config, parent=None)

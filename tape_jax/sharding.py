@@ -38,6 +38,7 @@ PARAMETER_AXES: Sequence[tuple[str, tuple[str | None, ...]]] = (
     (r"mlp/(gate|up)/kernel", ("embed", "mlp")),
     (r"mlp/down/kernel", ("mlp", "embed")),
     (r"mlp/(gate|up)/bias", ("mlp",)),
+    (r".*/lora_[ab]", ()),  # of a rank too small to cut
     (r"(attention/out|mlp/down)/bias", ("embed",)),
     (r"position/gate/kernel", ("embed", None)),
     (r"(attention/)?position/.*", ()),  # what encodings learn: too small to cut
