@@ -12,20 +12,19 @@ import json
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import tyro
 from jax.sharding import AxisType, Mesh
 from rich.console import Console
 from rich.table import Table
 
 from tape_jax import ModelConfig
+from tape_jax.sharding import MESH_AXES
 from train import targets
 from train.config import TrainConfig
-from train.data.addition import Addition
-from train.step import abstract_state, jit_train_step
+from train.data.tokens import Tokens
+from train.plan import FUSED, lower_step
 
 POSITIONS = ("rope", "tape")
-ATTENTION = {"h200": "pallas", "v5e": "tpu", "v5p": "tpu"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Fit:
             raise ValueError(f"target={self.target!r} is not described; known: {known}")
 
 
-def experiment(position: str, batch: int, fit: Fit, **changes) -> TrainConfig:
+def experiment(position: str, batch: int, length: int, fit: Fit, **changes) -> TrainConfig:
     """A training run of the 155M model; only its model and optimizer matter here."""
     model = ModelConfig(
         position=position,
@@ -63,38 +62,29 @@ def experiment(position: str, batch: int, fit: Fit, **changes) -> TrainConfig:
         dtype="bfloat16",
         scan_layers=False,
         remat=fit.remat,
-        attention=fit.attention or ATTENTION[fit.target],
+        attention=fit.attention or FUSED[targets.TARGETS[fit.target].platform],
     )
     return TrainConfig(
         name="fit",
         model=dataclasses.replace(model, **changes),
-        task=Addition(),
+        task=Tokens(sequence_length=length),
         batch_size=batch,
     )
 
 
-def lower_step(config: TrainConfig, length: int, target: str | None):
+def lower(config: TrainConfig, target: str | None):
     """One optimizer step, lowered for one device of `target` (for the CPU here when None)."""
     device = targets.devices(target)[0] if target else jax.devices("cpu")[0]
-    axes = ("data", "fsdp", "context", "tensor")
-    mesh = Mesh([[[[device]]]], axes, axis_types=(AxisType.Auto,) * 4)
-    state = abstract_state(config, mesh)  # before set_mesh: optax computes, and there is no device
-    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    rows = {
-        name: jax.ShapeDtypeStruct((config.batch_size, length), dtype, sharding=whole)
-        for name, dtype in (("tokens", jnp.int32), ("targets", jnp.int32), ("weights", jnp.float32))
-    }
-    step = jit_train_step(config, state)
-    with jax.set_mesh(mesh):
-        return targets.lower(target, step, state, rows) if target else step.lower(state, rows)
+    mesh = Mesh([[[[device]]]], MESH_AXES, axis_types=(AxisType.Auto,) * 4)
+    return lower_step(config, mesh, target)
 
 
 def measure(position: str, batch: int, length: int, fit: Fit) -> dict[str, float]:
     """Bytes of one step on the target, and its operations."""
-    config = experiment(position, batch, fit)
-    memory = lower_step(config, length, fit.target).compile().memory_analysis()
-    written_out = experiment(position, batch, fit, attention="reference", remat="none")
-    operations = lower_step(written_out, length, None).cost_analysis()["flops"]
+    config = experiment(position, batch, length, fit)
+    memory = lower(config, fit.target).compile().memory_analysis()
+    written_out = experiment(position, batch, length, fit, attention="reference", remat="none")
+    operations = lower(written_out, None).cost_analysis()["flops"]
     return {
         "state_bytes": memory.argument_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,

@@ -1,6 +1,6 @@
 """Experiments by name: functions that return a frozen TrainConfig."""
 
-from configs import addition, c4, state_tracking
+from configs import addition, c4, llama, state_tracking
 from tape_jax.errors import unknown
 from train.config import TrainConfig
 
@@ -11,6 +11,8 @@ CONFIGS = {
     "state-tracking-small": state_tracking.small,
     "state-tracking": state_tracking.full,
     "c4-155m": c4.paper,
+    "llama2-7b-8k": llama.llama2_7b_8k,
+    "smollm2-tape": llama.smollm2_tape,
 }
 
 

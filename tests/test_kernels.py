@@ -14,7 +14,7 @@ from jax.sharding import SingleDeviceSharding
 import configs
 import pallas_kernels
 from benchmarks import registers
-from benchmarks.fit import Fit, experiment, lower_step
+from benchmarks.fit import Fit, experiment, lower
 from benchmarks.registers import Registers
 from pallas_kernels import LinearBias, decode, flash, gpu, implementations, tape_attention, tiles
 from pallas_kernels.implementations import IMPLEMENTATIONS, Implementation
@@ -221,7 +221,7 @@ def compiled_step(name, remat):
     device(name)
     small = {"hidden_size": 64, "intermediate_size": 64, "num_heads": 1, "vocab_size": 64}
     fit = Fit(target=name, layers=2, remat=remat)
-    return lower_step(experiment("tape", 1, fit, **small), 128, name).compile()
+    return lower(experiment("tape", 1, 128, fit, **small), name).compile()
 
 
 @pytest.mark.aot
@@ -230,7 +230,7 @@ def test_memory_of_a_training_step_is_linear_in_the_length():
     device("h200")
     small = {"vocab_size": 64}
     long, short = (
-        lower_step(experiment("tape", batch, Fit(layers=1), **small), length, "h200")
+        lower(experiment("tape", batch, length, Fit(layers=1), **small), "h200")
         .compile()
         .memory_analysis()
         for batch, length in ((1, 4096), (4, 1024))

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from tape_jax.cache import new_cache
-from tape_jax.shifted_attention import shifted_attention
 from tape_jax.sharded_attention import sharded_attention
+from tape_jax.shifted_attention import shifted_attention
 from tests.tiny import logits, random_params, tiny, tokens
 
 BATCH, LENGTH, GROUPS, WIDTH = 2, 16, 4, 8

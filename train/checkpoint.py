@@ -141,6 +141,10 @@ class Checkpoints:
             (self._folder / str(step)).rename(_unused(damaged / str(step)))
         self._open()
 
+    def newest(self) -> int | None:
+        """The step of the newest checkpoint, if there is one."""
+        return self._manager.latest_step()
+
     def close(self) -> None:
         """Waits until everything is on disk."""
         self._manager.wait_until_finished()

@@ -19,6 +19,7 @@ def parse(
     args: Sequence[str] | None = None,
     parents: Sequence[argparse.ArgumentParser] = (),
     description: str = "Train a named experiment. A run found in the work directory is continued.",
+    needs_workdir: bool = True,
 ) -> tuple[argparse.Namespace, TrainConfig]:
     """The command line: where to run, and a named config with any of its fields set.
 
@@ -29,6 +30,7 @@ def parse(
       args: those of the process when None.
       parents: the options that a command has of its own, made with add_help=False.
       description: what the command does.
+      needs_workdir: whether it has one.
     """
     import configs
 
@@ -42,7 +44,8 @@ def parse(
     )
     known = ", ".join(configs.names())
     parser.add_argument("--config", required=True, help=f"the experiment: {known}")
-    parser.add_argument("--workdir", type=Path, help="where everything is kept")
+    if needs_workdir:
+        parser.add_argument("--workdir", type=Path, help="where everything is kept")
     ours, rest = parser.parse_known_args(args)
     try:
         default, rest = choose(configs.get(ours.config), rest)
@@ -50,13 +53,14 @@ def parse(
             TrainConfig,
             args=rest,
             default=default,
+            config=(tyro.conf.AvoidSubcommands,),  # of a part that may be None
             prog=f"{parser.prog} --config {ours.config} --workdir DIR",
             description=f"The fields of {ours.config!r} and their values. --help without --config"
             " shows the command's own options.",
         )
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
-    if ours.workdir is None:
+    if needs_workdir and ours.workdir is None:
         raise SystemExit("error: --workdir DIR is required: where the run is kept")
     return ours, config
 

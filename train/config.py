@@ -1,17 +1,16 @@
 """TrainConfig: what an experiment is, how it is checked, saved and read back."""
 
 import dataclasses
-import json
-import types
-import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 
 from pallas_kernels import IMPLEMENTATIONS
-from tape_jax import ModelConfig, positions
+from tape_jax import ModelConfig, positions, saved
 from tape_jax.errors import check_choices, unknown
+from tape_jax.saved import to_dict as to_dict
+from train import methods
 from train.data.addition import Addition
 from train.data.state_tracking import StateTracking
 from train.data.task import Task
@@ -55,6 +54,7 @@ REGISTRIES: Mapping[type, Registry] = {
     positions.Scaling: _registry("scaling", positions.SCALINGS),
     positions.Start: _registry("start", positions.STARTS),
     Task: _registry("task", TASKS),
+    methods.Method: Registry(methods.METHODS, methods.get),
 }
 """Base class -> its kinds. Whatever part of a config is an instance can be chosen by name."""
 
@@ -64,6 +64,8 @@ class TrainConfig:
     """One experiment.
 
     Attributes:
+      model: what is trained. A method has already changed it.
+      method: which weights are trained, and what it makes of a checkpoint's model.
       steps: optimizer steps; `batch_size` sequences each, in `accumulation` micro-batches.
       seed: of initialisation, data and everything else drawn.
       log_every, eval_every, save_every: in steps. The last step is always evaluated and saved.
@@ -74,6 +76,7 @@ class TrainConfig:
     model: ModelConfig
     task: Task
     optimizer: OptimizerConfig = OptimizerConfig()
+    method: methods.Method = methods.Method()
     mesh: MeshConfig = MeshConfig()
     steps: int = 10_000
     batch_size: int = 512
@@ -101,6 +104,21 @@ class TrainConfig:
         check_choices(self.optimizer, "optimizer")
         self.task.validate()
         self.optimizer.validate(self.steps)
+        self.check_sizes(jax.device_count())
+        if self.batch_size % jax.process_count():
+            raise ValueError(
+                f"batch_size={self.batch_size} must be a multiple of the {jax.process_count()}"
+                " processes"
+            )
+
+    def check_sizes(self, devices: int) -> None:
+        """What has to fit before a step can be compiled for so many devices.
+
+        Raises:
+          ValueError: the first field that does not fit the others, its value and what would.
+        """
+        self.method.validate(self.task.length)
+        self.method.training_model(self.model)  # its config checks itself
         self.model.position.default_positions(self.task.longest)  # those that it reaches
         if self.model.vocab_size < self.task.vocab_size:
             raise ValueError(
@@ -108,18 +126,8 @@ class TrainConfig:
                 f" ids of task {self.task.name!r}"
             )
         check_divisible(
-            self.mesh,
-            jax.device_count(),
-            self.model,
-            self.batch_size,
-            self.accumulation,
-            self.task.length,
+            self.mesh, devices, self.model, self.batch_size, self.accumulation, self.task.length
         )
-        if self.batch_size % jax.process_count():
-            raise ValueError(
-                f"batch_size={self.batch_size} must be a multiple of the {jax.process_count()}"
-                " processes"
-            )
 
 
 def registered(config: Any, path: str = "") -> Iterator[tuple[str, Registry, Any]]:
@@ -157,36 +165,14 @@ def check_platform(model: ModelConfig) -> None:
         )
 
 
-def to_dict(config: TrainConfig) -> dict[str, Any]:
-    """Plain JSON values; `from_dict` gives the config back."""
-    return json.loads(json.dumps(dataclasses.asdict(config)))
-
-
 def from_dict(cls: type, values: Mapping[str, Any]) -> Any:
     """Rebuilds a (nested) config dataclass from what `to_dict` gave.
 
     Raises:
       ValueError: unknown fields or names, with the nearest known ones.
     """
-    if cls in REGISTRIES:
-        classes = REGISTRIES[cls].classes
-        if values["name"] not in classes:
-            raise ValueError(unknown(cls.__name__, values["name"], classes))
-        cls = classes[values["name"]]
-    hints = typing.get_type_hints(cls)
-    for field in values:
-        if field not in cls.__dataclass_fields__:
-            raise ValueError(unknown(f"field of {cls.__name__}", field, cls.__dataclass_fields__))
-    return cls(**{field: _restore(hints[field], value) for field, value in values.items()})
-
-
-def _restore(hint, value):
-    if isinstance(value, Mapping):
-        return from_dict(hint, value)
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if isinstance(value, list) and any(typing.get_origin(o) is tuple for o in options):
-        return tuple(value)
-    return value
+    kinds = {base: registry.classes for base, registry in REGISTRIES.items()}
+    return saved.from_dict(cls, values, kinds)
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any], path="") -> list[str]:

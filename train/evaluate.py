@@ -2,28 +2,41 @@
 
 task (when no command is named): score a checkpoint on its own task again.
 stability: how much the inside of several runs changes when a sentence is moved.
+perplexity: of texts, in windows of several lengths.
+passkey: whether a number is found in prompts of several lengths.
 """
 
+import contextlib
 import dataclasses
+import functools
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import tyro
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress, track
+from rich.table import Table
 
+from tape_jax import Transformer
+from tape_jax.cache import new_cache
 from tape_jax.errors import unknown
+from tape_jax.generate import generate
 from train.checkpoint import Checkpoints, load_config
 from train.config import TrainConfig
+from train.evals import passkey, perplexity
+from train.evals.runner import Interrupted, Scorer
 from train.evals.stability import changes, tabulate, write_stability
 from train.interrupt import Interrupt
 from train.loop import evaluate
 from train.mesh import MeshConfig, make_mesh
+from train.pretrained import Pretrained, find
 from train.runlog import RunLog
 from train.step import abstract_state
+from train.tokenizer import Tokenizer, check_fits, load_tokenizer
 
 
 def evaluate_checkpoint(
@@ -96,9 +109,148 @@ def evaluate_stability(
     console.print(f"kept in {out}", markup=False)
 
 
+def evaluate_perplexity(
+    workdir: Path,
+    data: Path,
+    lengths: tuple[int, ...],
+    out: Path,
+    stride: int = 256,
+    max_tokens: int | None = None,
+    tokenizer: Path | None = None,
+    field: str = "text",
+    step: int | None = None,
+    tokens_per_device: int = 2**14,
+    mesh: MeshConfig = MeshConfig(),  # noqa: B008 - frozen
+) -> None:
+    """Perplexity of texts in windows of several lengths, sliding and pooled.
+
+    Args:
+      workdir: a run, or any other model.
+      data: a token file (.bin, .npy), text, or .jsonl; the last two may be compressed, .gz.
+      lengths: tokens of a window, one measurement each.
+      out: folder of perplexity.json and perplexity.png, written after every length.
+      stride: tokens from one window to the next.
+      max_tokens: of the head of the data; all when None.
+      tokenizer: folder or file; the model's own when None.
+      field: of a .jsonl row, which holds its text.
+      step: of a run's checkpoint; the newest when None.
+      tokens_per_device: scored at once; memory grows with them.
+      mesh: how this machine's devices are used.
+
+    Raises:
+      ValueError: sizes, data or a tokenizer that do not fit.
+      FileNotFoundError: no model or tokenizer there.
+    """
+    perplexity.check_sizes(lengths, stride, max_tokens)
+    model = find(workdir, step)
+    of_ids = data.suffix in perplexity.TOKEN_FILES
+    words = None if of_ids else _tokenizer(model, tokenizer)
+    documents = perplexity.read_texts(data, words, field, max_tokens)
+    perplexity.check_documents(data, documents, lengths, model.config.vocab_size)
+    about = _about(model, words) | {
+        "data": data.name,
+        "documents": len(documents),
+        "tokens": sum(map(len, documents)),
+        "stride": stride,
+    }
+    devices, found = make_mesh(mesh), {}
+    with jax.set_mesh(devices), Interrupt() as stop, _bars() as bars:
+        scorer = Scorer(
+            Transformer(model.config), model.read(devices), devices, tokens_per_device, stop
+        )
+        with contextlib.suppress(Interrupted):
+            for length in lengths:
+                show = _bar(bars, f"windows of {length}")
+                scorer = dataclasses.replace(scorer, progress=show)
+                found[length] = perplexity.measure(scorer, documents, length, stride)
+                perplexity.write_perplexity(out, about, found)
+    _report(perplexity.tabulate(about, found), out, stop)
+
+
+def evaluate_passkey(
+    workdir: Path,
+    lengths: tuple[int, ...],
+    out: Path,
+    trials: int = 20,
+    tokenizer: Path | None = None,
+    step: int | None = None,
+    tokens_per_batch: int = 2**14,
+    mesh: MeshConfig = MeshConfig(),  # noqa: B008 - frozen
+) -> None:
+    """Whether a model finds a number that is hidden in a long prompt (greedy, cached decoding).
+
+    Args:
+      workdir: a run, or any other model.
+      lengths: tokens of the prompts, about; their exact numbers are reported.
+      out: folder of passkey.json and passkey.png, written after every length.
+      trials: prompts of each length; their seeds are 0, 1, ...
+      tokenizer: folder or file; the model's own when None.
+      step: of a run's checkpoint; the newest when None.
+      tokens_per_batch: of prompts decoded at once; memory grows with them.
+      mesh: how this machine's devices are used.
+
+    Raises:
+      ValueError: sizes or a tokenizer that do not fit, or an encoding that cannot decode from a
+        cache.
+      FileNotFoundError: no model or tokenizer there.
+    """
+    passkey.check_sizes(lengths, trials)
+    model = find(workdir, step)
+    words = _tokenizer(model, tokenizer)
+    jax.eval_shape(lambda: new_cache(model.config, 1, max(lengths)))  # or says why there is none
+    about, devices, found = _about(model, words), make_mesh(mesh), []
+    with jax.set_mesh(devices), Interrupt() as stop, _bars() as bars:
+        decode = functools.partial(generate, model.config, model.read(devices))
+        with contextlib.suppress(Interrupted):
+            for length in lengths:
+                show = _bar(bars, f"about {length} tokens")
+                each = passkey.run_trials(decode, words, length, trials, tokens_per_batch, stop)
+                for trial in each:
+                    found.append(trial)
+                    show(trial["trial"] + 1, trials)
+                passkey.write_passkey(out, about, words, found)
+        if stop() and found:
+            passkey.write_passkey(out, about, words, found)
+    _report(passkey.tabulate(about, found), out, stop)
+
+
+def _tokenizer(model: Pretrained, named: Path | None) -> Tokenizer:
+    path = named or model.tokenizer
+    if path is None:
+        raise ValueError(f"{model.path} has no tokenizer: name one with --tokenizer")
+    tokenizer = load_tokenizer(path)
+    check_fits(tokenizer, model.config.vocab_size)
+    return tokenizer
+
+
+def _about(model: Pretrained, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """What was measured, for its JSON."""
+    about = {"model": model.name, "step": model.step, "position": model.config.position.name}
+    if tokenizer is None:
+        return about
+    return about | {"tokenizer": tokenizer.name, "vocabulary_sha256": tokenizer.fingerprint}
+
+
+def _bars() -> Progress:
+    return Progress(disable=jax.process_index() != 0)
+
+
+def _bar(bars: Progress, name: str) -> Callable[[int, int], None]:
+    task = bars.add_task(name, total=None)
+    return lambda done, total: bars.update(task, completed=done, total=total)
+
+
+def _report(table: Table, out: Path, stop: Interrupt) -> None:
+    console = Console(quiet=jax.process_index() != 0)
+    console.print(table)
+    console.print(f"kept in {out}" + ("; interrupted" if stop() else ""), markup=False)
+
+
 COMMANDS: Mapping[str, Callable] = {
     "task": evaluate_checkpoint,
     "stability": evaluate_stability,
+    "perplexity": evaluate_perplexity,
+    "passkey": evaluate_passkey,
 }
 
 

@@ -1,5 +1,6 @@
 """The training loop, top to bottom: config, mesh, data, state, step, loop."""
 
+import functools
 import math
 import time
 from pathlib import Path
@@ -13,15 +14,21 @@ from train.data.pipeline import batches, to_device
 from train.evals.runner import Interrupted, Scorer
 from train.interrupt import Interrupt
 from train.mesh import make_mesh
+from train.methods import Method
+from train.pretrained import Pretrained, read_base
 from train.report import write_report
 from train.runlog import RunLog
 from train.step import (
     TrainState,
+    abstract_params,
     abstract_state,
     count_parameters,
     jit_train_step,
+    join,
     make_state,
     shardings_of,
+    split,
+    start_state,
 )
 from train.throughput import utilisation
 
@@ -30,8 +37,15 @@ class NonFiniteError(ArithmeticError):
     """The loss or the gradient of a step is not a number."""
 
 
-def train(config: TrainConfig, workdir: Path, allow_config_change: bool = False) -> int:
+def train(
+    config: TrainConfig,
+    workdir: Path,
+    allow_config_change: bool = False,
+    base: Pretrained | None = None,
+) -> int:
     """Trains until done or told to stop, continuing what `workdir` holds; returns the step.
+
+    With a base its weights are where training starts, as the config's method has it.
 
     Raises:
       ValueError: a config that cannot work, or a work directory of another one, before anything
@@ -39,41 +53,59 @@ def train(config: TrainConfig, workdir: Path, allow_config_change: bool = False)
       NonFiniteError: a loss or gradient that is not finite; the newest checkpoint is from before.
     """
     config.validate()
+    if (base is None) != (type(config.method) is Method):
+        raise ValueError(
+            f"method.name={config.method.name!r}: a method other than 'scratch' changes a model"
+            " that is there already, so use train.finetune with --init"
+        )
     claim_workdir(workdir, config, allow_config_change)
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh), Interrupt() as stop, RunLog(workdir) as log:
         data = batches(config.task.source(config.seed), config.batch_size)
         checkpoints = Checkpoints(workdir, config.keep)
         try:
-            state = _restore_or_initialise(config, mesh, checkpoints, data, log)
-            return _loop(config, workdir, mesh, state, data, checkpoints, stop, log)
+            state, frozen = _restore_or_start(config, workdir, mesh, checkpoints, data, log, base)
+            return _loop(config, workdir, mesh, state, frozen, data, checkpoints, stop, log)
         finally:
             checkpoints.close()
 
 
-def _restore_or_initialise(config, mesh, checkpoints, data, log) -> TrainState:
+def _restore_or_start(
+    config, workdir, mesh, checkpoints, data, log, base
+) -> tuple[TrainState, dict]:
     # Where a run starts from, in this order:
     #   1. the newest sound checkpoint of its own work directory
-    #   2. scratch, from the seed
+    #   2. the weights of its base (--init), and what the method adds to them
+    #   3. scratch, from the seed
+    # The frozen weights are those of the base whenever there are any.
     abstract = abstract_state(config, mesh)
-    state = checkpoints.restore(abstract, data)
+    state, frozen = checkpoints.restore(abstract, data), {}
+    wants_frozen = bool(split(config, abstract_params(config, mesh))[1])
+    where = shardings_of(abstract)
+    if base is not None and (state is None or wants_frozen):
+        log.say(f"reading {base.path}")
+        trained, frozen = split(config, read_base(base, config, mesh, workdir))
+        if state is None:
+            counts = count_parameters(trained), count_parameters(frozen)
+            log.say(f"starting from it: {counts[0]:,} of {sum(counts):,} parameters are trained")
+            start = functools.partial(start_state, config)
+            return jax.jit(start, out_shardings=where)(trained), frozen
     if state is not None:
         log.say(f"continuing from the checkpoint of step {int(state.step)}")
         log.write("event", int(state.step), {"event": "resumed"})
-        return state
+        return state, frozen
     count = count_parameters(abstract.params)
     log.say(f"starting from scratch: {count:,} parameters, seed {config.seed}")
-    where = shardings_of(abstract)
-    return jax.jit(lambda: make_state(config, config.seed), out_shardings=where)()
+    return jax.jit(lambda: make_state(config, config.seed), out_shardings=where)(), frozen
 
 
-def _loop(config, workdir, mesh, state, data, checkpoints, stop, log) -> int:
+def _loop(config, workdir, mesh, state, frozen, data, checkpoints, stop, log) -> int:
     step_function = jit_train_step(config, state)
     start = step = int(state.step)
     meter, pending = _Meter(config, log, start), None
     while step < config.steps and not stop():
         batch = to_device(next(data), mesh, config.model.vocab_size)
-        state, figures = step_function(state, batch)
+        state, figures = step_function(state, batch, frozen)
         # The step runs on the device while the one before it is checked and logged.
         if pending is not None:
             meter.record(*pending)
@@ -85,14 +117,15 @@ def _loop(config, workdir, mesh, state, data, checkpoints, stop, log) -> int:
             if step % config.save_every == 0 or done:
                 checkpoints.save(step, state, data)
             if step % config.eval_every == 0 and not done:
-                evaluate(config, workdir, mesh, state.params, step, stop, log)
+                params = join(state.params, frozen)
+                evaluate(config, workdir, mesh, params, step, stop, log)
                 meter.restart()
     if pending is not None:
         meter.record(*pending)
     if step > start:
         checkpoints.save(step, state, data)
     if not stop():
-        evaluate(config, workdir, mesh, state.params, step, stop, log)
+        evaluate(config, workdir, mesh, join(state.params, frozen), step, stop, log)
     if stop():
         log.say(f"{stop.signal.name}: saved at step {step}; the same command continues from there")
         log.write("event", step, {"event": stop.signal.name})
@@ -111,7 +144,6 @@ def evaluate(config, workdir, mesh, params, step, stop, log) -> dict[str, float]
         Transformer(config.model),
         params,
         mesh,
-        rows=math.lcm(512, mesh.shape["data"] * mesh.shape["fsdp"]),
         stop=stop,
         progress=lambda done, total: log.show("evaluate", done, total),
     )
@@ -177,5 +209,5 @@ class _Meter:
             "tokens_per_second": tokens,
             "eta_seconds": seconds * (config.steps - step),
         }
-        used = utilisation(config.model, config.task.length, tokens)
+        used = utilisation(config, tokens)
         return figures if used is None else figures | {"mfu": used}

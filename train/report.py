@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import numpy as np
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -64,8 +66,12 @@ def draw_curves(workdir: Path, metric: Metric) -> Figure:
     if evals:
         score.legend()
     states = {s: r["position_norm"] for s, r in steps.items() if "position_norm" in r}
-    for layer in range(len(next(iter(states.values()), []))):
-        size.plot(list(states), [norms[layer] for norms in states.values()], label=f"layer {layer}")
+    layers = len(next(iter(states.values()), []))
+    named = {round(layer) for layer in np.linspace(0, layers - 1, min(layers, 6))}
+    for layer in range(layers):
+        norms = [by_layer[layer] for by_layer in states.values()]
+        label = f"layer {layer}" if layer in named else None
+        size.plot(list(states), norms, label=label, color=colormaps["viridis"](layer / layers))
     size.set(title="size of the state each layer reads", xlabel="step")
     if states:
         size.legend()

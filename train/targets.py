@@ -14,7 +14,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jaxlib
@@ -50,20 +50,40 @@ class Target:
       platform: "cuda" or "tpu".
       plugin: the package that compiles for it.
       topology: the smallest that holds the devices asked for, by their count.
+      memory: bytes of one device that a program may use.
       architecture: as ptxas names it; None for TPUs.
     """
 
     platform: str
     plugin: str
     topology: Callable[[int], str]
+    memory: int
     description: str | None = None
     architecture: str | None = None
 
 
+def _smallest(sizes: Mapping[int, str]) -> Callable[[int], str]:
+    """By the devices asked for, the first topology that holds them."""
+
+    def topology(count: int) -> str:
+        fitting = [name for size, name in sizes.items() if count <= size]
+        if not fitting:
+            raise ValueError(f"{count} devices: topologies are described up to {max(sizes)}")
+        return fitting[0]
+
+    return topology
+
+
+_V5E = {4: "v5e:2x2", 16: "v5e:4x4", 128: "v5e:8x16"}
+_V5P = {4: "v5p:2x2x1", 16: "v5p:2x2x4", 32: "v5p:2x4x4", 64: "v5p:4x4x4"}
+GIB = 2**30
 TARGETS = {
-    "h200": Target("cuda", "jax_cuda13_plugin", lambda n: f"1x{n}x1", _H200, "sm_90a"),
-    "v5e": Target("tpu", "libtpu", lambda n: "v5e:2x2" if n <= 4 else "v5e:4x4"),
-    "v5p": Target("tpu", "libtpu", lambda n: "v5p:2x2x1" if n <= 4 else "v5p:2x2x4"),
+    # XLA leaves itself a quarter of a GPU unless it is told otherwise (its "memory fraction").
+    "h200": Target(
+        "cuda", "jax_cuda13_plugin", lambda n: f"1x{n}x1", 112_500_000_000, _H200, "sm_90a"
+    ),
+    "v5e": Target("tpu", "libtpu", _smallest(_V5E), int(15.75 * GIB)),
+    "v5p": Target("tpu", "libtpu", _smallest(_V5P), int(95.74 * GIB)),
 }
 
 

@@ -151,6 +151,16 @@ def _tape_yarn(hf: Config) -> positions.Tape:
     return _tape(scaling=scaling)(plain)
 
 
+TAPES: Mapping[str, dict[str, Any]] = {
+    "adape": {},
+    "adamlp": {"contextualize": "mlp"},
+    "adattention": {"contextualize": "attention"},
+    "adatensor": {"mixing": "separate"},
+    "adavector": {"mixing": "channels"},
+    "adawoeq": {"mixing": "all"},
+}
+"""Official kinds of TAPE -> what they change of ours."""
+
 _ENCODINGS: Mapping[str | None, Callable[[Config], positions.Encoding]] = {
     None: _rope,
     "rope": _rope,
@@ -162,12 +172,7 @@ _ENCODINGS: Mapping[str | None, Callable[[Config], positions.Encoding]] = {
     "xpos": _xpos,
     "randrope": _randomized,
     "yarn": _official_yarn,
-    "adape": _tape(),
-    "adamlp": _tape(contextualize="mlp"),
-    "adattention": _tape(contextualize="attention"),
-    "adatensor": _tape(mixing="separate"),
-    "adavector": _tape(mixing="channels"),
-    "adawoeq": _tape(mixing="all"),
+    **{kind: _tape(**fields) for kind, fields in TAPES.items()},
     "adayarn": _tape_yarn,
 }
 """Official `rpe_type` -> our encoding; a plain Llama has none."""

@@ -127,7 +127,7 @@ def test_one_pass_exact_match_is_greedy_decoding():
     params = _fit(config, params, samples[:30])
     mesh = make_mesh(MeshConfig())
     with jax.set_mesh(mesh):
-        scorer = Scorer(Transformer(config), params, mesh, rows=16)
+        scorer = Scorer(Transformer(config), params, mesh, tokens_per_device=32)
         got = scorer.exact_matches(samples, len(samples))
     want = [greedy_exact_match(config, params, s) for s in samples]
     np.testing.assert_array_equal(got, want)
@@ -158,7 +158,7 @@ def _fit(config, params, samples):
 def test_an_evaluation_can_be_stopped():
     config = tiny(vocab_size=19)
     mesh = make_mesh(MeshConfig())
-    scorer = Scorer(Transformer(config), random_params(config), mesh, rows=8, stop=lambda: True)
+    scorer = Scorer(Transformer(config), random_params(config), mesh, stop=lambda: True)
     with pytest.raises(Interrupted):
         scorer.exact_matches(TASK.cell(1, 1, 0), 3)
 
@@ -172,7 +172,7 @@ def test_grid_files(tmp_path):
             Transformer(config),
             random_params(config),
             mesh,
-            rows=16,
+            tokens_per_device=64,
             progress=lambda *seen: done.append(seen),
         )
         summary = TASK.evaluate(scorer, 0, tmp_path)

@@ -10,6 +10,7 @@ import configs
 from tape_jax import ModelConfig, positions
 from tests.train.small import small
 from train import config as train_config
+from train import methods
 from train.command_line import parse
 from train.config import (
     REGISTRIES,
@@ -247,4 +248,8 @@ def test_flops_per_token_by_hand():
         vocab_size=10, hidden_size=4, intermediate_size=6, num_layers=2, num_heads=2, num_kv_heads=1
     )
     weights = 2 * (4 * 4 + 2 * 4 * 2 + 4 * 4 + 3 * 4 * 6) + 4 * 10
-    assert training_flops_per_token(model, 8) == 6 * weights + 12 * 2 * 8 * 4
+    run = small(model=model, task=Addition(max_digits=1, eval_digits=1))
+    length = run.task.length
+    assert training_flops_per_token(run) == 6 * weights + 12 * 2 * length * 4
+    frozen = dataclasses.replace(run, method=methods.get("tape"))
+    assert training_flops_per_token(frozen) == 4 * weights + 12 * 2 * length * 4

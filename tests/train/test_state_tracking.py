@@ -145,7 +145,7 @@ def test_curves_are_counted_by_hand(tmp_path):
     config = tiny(vocab_size=61)
     params, mesh = random_params(config), make_mesh(MeshConfig())
     with jax.set_mesh(mesh):
-        scorer = Scorer(Transformer(config), params, mesh, rows=8)
+        scorer = Scorer(Transformer(config), params, mesh, tokens_per_device=32)
         summary = TASK.evaluate(scorer, 0, tmp_path)
     words = list(TASK.scored_words(0))
     best = [logits(config, params, word["tokens"][None])[0].argmax(-1) for word in words]

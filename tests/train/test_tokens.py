@@ -91,7 +91,8 @@ def test_exact_sizes_are_enough(tmp_path):
     [
         ({"sequence_length": 0}, "task.sequence_length=0 must be >= 1"),
         ({"eval_windows": 0}, "task.eval_windows=0 must be >= 1"),
-        ({"vocab_size": 70_000}, r"task.vocab_size=70000 must lie in \[1, 65536\]"),
+        ({"vocab_size": 0}, r"task.vocab_size=0 must lie in \[1, 2147483647\]"),
+        ({"vocab_size": 70_000}, r"task.train_file=.* uint16 and task.vocab_size=70000.*\.npy"),
         ({"filler": 31}, "task.filler=31 must lie in .*task.vocab_size=31"),
         ({"eval_lengths": (16, 7)}, r"task.eval_lengths=\(16, 7\): 7 must divide .*=48"),
         ({"eval_lengths": (0,)}, r"task.eval_lengths=\(0,\): 0 must divide"),
@@ -116,11 +117,43 @@ def test_files_that_hold_no_ids(tmp_path):
         task_on(tmp_path, eval_file=write(tmp_path, "empty.bin", [])).validate()
 
 
+def test_arrays_hold_ids_beyond_uint16(tmp_path):
+    path = str(tmp_path / "ids.npy")
+    ids = IDS.astype("<u4") + 100_000
+    np.save(path, ids)
+    task = task_on(tmp_path, train_file=path, eval_file=path, vocab_size=128_256)
+    task.validate()
+    first = next(task.held_out(8))
+    np.testing.assert_array_equal(first["tokens"], ids[:8])
+    np.testing.assert_array_equal(first["targets"], ids[1:9])
+    assert first["tokens"].dtype == np.int32
+    with pytest.raises(ValueError, match=r"token id 100030, but task.vocab_size=100030"):
+        dataclasses.replace(task, vocab_size=100_030).validate()
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (IDS, r"int64 of shape \(300,\): write one row of unsigned integers"),
+        (IDS.astype("u2").reshape(3, 100), r"uint16 of shape \(3, 100\)"),
+        (np.float32([1.0]), "float32"),
+    ],
+)
+def test_arrays_that_hold_no_ids(tmp_path, array, message):
+    path = tmp_path / "ids.npy"
+    np.save(path, array)
+    with pytest.raises(ValueError, match=f"task.train_file=.*ids.npy' holds {message}"):
+        task_on(tmp_path, train_file=str(path)).validate()
+    path.write_bytes(b"\0" * 100)
+    with pytest.raises(ValueError, match=r"task.train_file=.* is not an array as NumPy writes"):
+        task_on(tmp_path, train_file=str(path)).validate()
+
+
 def test_perplexity_is_counted_by_hand(tmp_path):
     config = tiny()
     params, mesh, task = random_params(config), make_mesh(MeshConfig()), task_on(tmp_path)
     with jax.set_mesh(mesh):
-        scorer = Scorer(Transformer(config), params, mesh, rows=8)
+        scorer = Scorer(Transformer(config), params, mesh, tokens_per_device=32)
         summary = task.evaluate(scorer, 0, tmp_path)
     record = json.loads((tmp_path / "loss.json").read_text())
     assert list(summary) == ["perplexity", "perplexity_4", "perplexity_16"]
@@ -145,7 +178,7 @@ def test_scorer_gives_nothing_for_what_is_not_scored():
     row = {"tokens": IDS[:8], "targets": IDS[1:9], "weights": np.float32([0, 1] * 4)}
     mesh = make_mesh(MeshConfig())
     with jax.set_mesh(mesh):
-        scorer = Scorer(Transformer(config), random_params(config), mesh, rows=8)
+        scorer = Scorer(Transformer(config), random_params(config), mesh, tokens_per_device=32)
         found = scorer.losses([row], 1)
     scores = logits(config, random_params(config), IDS[None, :8])
     expected = optax.softmax_cross_entropy_with_integer_labels(scores, IDS[None, 1:9])

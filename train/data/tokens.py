@@ -1,7 +1,8 @@
 """Language modelling on files of token ids, cut into windows by index.
 
-A file holds raw little-endian uint16 ids, its documents one after the other (LongLoRA's `.bin`).
-It is read where it lies, through a memory map.
+A file holds ids, its documents one after the other: raw little-endian uint16 (LongLoRA's `.bin`),
+or, for vocabularies beyond 65,536 ids, a NumPy array of unsigned integers (`.npy`). It is read
+where it lies, through a memory map. `python -m train.tokenize` writes both.
 """
 
 from __future__ import annotations
@@ -17,13 +18,46 @@ from train.data.streams import generator
 from train.data.task import Metric, Sample, Task
 
 ID = np.dtype("<u2")
+"""Of a raw file."""
+LARGEST = 2**31 - 1
+"""Vocabulary: the model reads ids as int32."""
 LOOKED_AT = 2**20
 """Ids at the head of a file that are compared with the vocabulary before a run starts."""
 
 
-def read_ids(path: str) -> np.ndarray:
-    """The ids of a file (T,) uint16, mapped, not loaded."""
-    return np.memmap(path, ID, mode="r").view(np.ndarray)
+def read_ids(path: Path | str, called: str = "") -> np.ndarray:
+    """The ids of a file (T,), unsigned, mapped, not loaded.
+
+    Args:
+      path: ends in .npy, or is raw uint16.
+      called: how errors name it, if not by its path.
+
+    Raises:
+      ValueError: no such file, or one that holds something else.
+    """
+    path, called = Path(path), called or str(path)
+    if not path.is_file():
+        raise ValueError(f"{called} is not a file: name one of ids, .npy or raw uint16")
+    if path.suffix == ".npy":
+        return _read_array(path, called)
+    size = path.stat().st_size
+    if size % ID.itemsize:
+        raise ValueError(
+            f"{called} has an odd number of bytes, {size}: write every id as little-endian uint16"
+        )
+    return np.memmap(path, ID, mode="r").view(np.ndarray) if size else np.empty(0, ID)
+
+
+def _read_array(path, called):
+    try:
+        ids = np.load(path, mmap_mode="r").view(np.ndarray)
+    except ValueError as error:
+        raise ValueError(f"{called} is not an array as NumPy writes them: {error}") from None
+    if ids.ndim != 1 or ids.dtype.kind != "u":
+        raise ValueError(
+            f"{called} holds {ids.dtype} of shape {ids.shape}: write one row of unsigned integers"
+        )
+    return ids
 
 
 def window(ids: np.ndarray, start: int, length: int) -> Sample:
@@ -67,7 +101,7 @@ class Tokens(Task):
     """Predict the next token of `train_file`; perplexity on the head of `eval_file`.
 
     Attributes:
-      train_file, eval_file: raw little-endian uint16 ids, documents concatenated.
+      train_file, eval_file: ids as `read_ids` takes them, documents concatenated.
       sequence_length: tokens of a training window, N.
       vocab_size: ids of the tokenizer that made the files.
       eval_windows: windows of N tokens that are scored, from the start of `eval_file` on.
@@ -114,10 +148,8 @@ class Tokens(Task):
         for field in ("sequence_length", "eval_windows"):
             if getattr(self, field) < 1:
                 raise ValueError(f"task.{field}={getattr(self, field)} must be >= 1")
-        if not 1 <= self.vocab_size <= 2**16:
-            raise ValueError(
-                f"task.vocab_size={self.vocab_size} must lie in [1, {2**16}]: ids are uint16"
-            )
+        if not 1 <= self.vocab_size <= LARGEST:
+            raise ValueError(f"task.vocab_size={self.vocab_size} must lie in [1, {LARGEST}]")
         if not 0 <= self.filler < self.vocab_size:
             raise ValueError(
                 f"task.filler={self.filler} must lie in [0, task.vocab_size={self.vocab_size})"
@@ -135,23 +167,22 @@ class Tokens(Task):
     def _check_file(self, field: str, needed: int, lower: str) -> None:
         path = getattr(self, field)
         where = f"task.{field}={path!r}"
-        if not Path(path).is_file():
-            raise ValueError(f"{where} is not a file: name one of raw little-endian uint16 ids")
-        tokens, rest = divmod(Path(path).stat().st_size, ID.itemsize)
-        if rest:
+        ids = read_ids(path, where)
+        if ids.dtype == ID and self.vocab_size > 2**16:
             raise ValueError(
-                f"{where} has an odd number of bytes, {2 * tokens + 1}: write every id as uint16"
+                f"{where} holds uint16 and task.vocab_size={self.vocab_size} does not fit: write"
+                " the ids as uint32 into a .npy"
             )
-        if tokens < needed:
+        if len(ids) < needed:
             raise ValueError(
-                f"{where} holds {tokens} tokens and {needed} are needed: use a longer file or"
+                f"{where} holds {len(ids)} tokens and {needed} are needed: use a longer file or"
                 f" lower task.{lower}={getattr(self, lower)}"
             )
-        high = read_ids(path)[: max(needed, LOOKED_AT)].max()
+        high = ids[: max(needed, LOOKED_AT)].max()
         if high >= self.vocab_size:
             raise ValueError(
                 f"{where} holds token id {high}, but task.vocab_size={self.vocab_size}: give the"
-                " size of the vocabulary that made it, and files of raw uint16 ids"
+                " size of the vocabulary that made it, and a file of ids"
             )
 
     def source(self, seed: int) -> TokensSource:

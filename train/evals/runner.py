@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 import jax
@@ -24,7 +25,8 @@ class Scorer:
     """A model with its parameters, ready to score samples.
 
     Attributes:
-      rows: samples per batch, a multiple of the devices that share a batch.
+      tokens_per_device: in a batch at most, if a single sample is not longer; every one of them
+        has a logit for each word of the vocabulary.
       stop: polled between batches.
       progress: called with (done, all) samples.
     """
@@ -32,7 +34,7 @@ class Scorer:
     model: Transformer
     params: dict
     mesh: jax.sharding.Mesh
-    rows: int = 512
+    tokens_per_device: int = 2**14
     stop: Stop = lambda: False
     progress: Callable[[int, int], None] = lambda done, total: None
 
@@ -63,17 +65,36 @@ class Scorer:
         """
         return self._map(_losses, samples, total)
 
+    def stream_losses(self, samples: Iterable[Sample], total: int) -> Iterator[np.ndarray]:
+        """The rows (N,) of `losses` one by one, for samples whose losses are too many to keep.
+
+        Raises:
+          Interrupted: `stop` said so.
+        """
+        return itertools.chain.from_iterable(self._batches(_losses, samples, total))
+
     def _map(self, verdict, samples, total):
-        verdicts, samples = [], iter(samples)
-        while chunk := list(islice(samples, self.rows)):
+        return np.concatenate(list(self._batches(verdict, samples, total)))
+
+    def _batches(self, verdict, samples, total):
+        done, samples = 0, iter(samples)
+        first = list(islice(samples, 1))
+        rows = self._rows(len(first[0]["tokens"]), total) if first else 1
+        samples = itertools.chain(first, samples)
+        while chunk := list(islice(samples, rows)):
             if self.stop():
                 raise Interrupted
-            missing = self.rows - len(chunk)
+            missing = rows - len(chunk)
             stacked = jax.tree.map(lambda *rows: np.stack(rows), *chunk, *[chunk[-1]] * missing)
             one = verdict(self.model, self.params, self._place(stacked))
-            verdicts.append(np.asarray(one)[: len(chunk)])
-            self.progress(sum(map(len, verdicts)), total)
-        return np.concatenate(verdicts)
+            yield np.asarray(one)[: len(chunk)]
+            done += len(chunk)
+            self.progress(done, total)
+
+    def _rows(self, length: int, total: int) -> int:
+        """Samples of a batch: as many on every device that shares it, no more than there are."""
+        shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        return shards * min(max(1, self.tokens_per_device // length), -(-total // shards))
 
     def _place(self, batch):
         def place(x):

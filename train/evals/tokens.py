@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,9 +16,6 @@ from train.data.tokens import Tokens
 from train.evals.runner import Scorer
 
 matplotlib.use("Agg")
-
-TOKENS_PER_DEVICE = 2**14
-"""Scored at once: every one of them has a logit for each word of the vocabulary."""
 
 POINTS = 32
 """Of a drawn curve; each is the mean of the positions around it."""
@@ -56,9 +52,6 @@ def evaluate_perplexity(task: Tokens, scorer: Scorer, folder: Path) -> dict[str,
 
 def losses_by_position(task: Tokens, scorer: Scorer, length: int) -> np.ndarray:
     """Mean negative log likelihood in nats at each place of the windows of `length`: (length,)."""
-    shards = scorer.mesh.shape["data"] * scorer.mesh.shape["fsdp"]
-    rows = min(scorer.rows, shards * max(1, TOKENS_PER_DEVICE // length))
-    scorer = dataclasses.replace(scorer, rows=rows)
     losses = scorer.losses(task.held_out(length), task.scored_tokens // length)
     return losses.mean(axis=0, dtype=np.float64)
 

@@ -1,0 +1,190 @@
+"""Fine-tuning from a base: where it starts, what it keeps, how it goes on, what it refuses."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from tape_jax import positions
+from tests.tiny import logits, random_params, tiny, tokens
+from tests.train.small import small
+from train import methods
+from train.data.tokens import Tokens, TokensSource
+from train.finetune import main, on_base
+from train.generate import generate_text
+from train.loop import train
+from train.mesh import MeshConfig, make_mesh
+from train.model_folder import write_model
+from train.optimizer import OptimizerConfig
+from train.pretrained import base_of, find, open_model
+
+BASE = tiny(position="rope", num_kv_heads=2, num_layers=2)
+LENGTH = 16
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A converted model and its parameters."""
+    folder = tmp_path_factory.mktemp("base") / "base"
+    params = random_params(BASE, scale=0.2)
+    write_model(folder, BASE, params, source="test", trained_length=64)
+    return folder, params
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    for name, seed in (("train", 0), ("validation", 1)):
+        ids = np.random.default_rng(seed).integers(0, BASE.vocab_size, 4_000)
+        ids.astype("<u2").tofile(folder / f"{name}.bin")
+    return Tokens(
+        train_file=str(folder / "train.bin"),
+        eval_file=str(folder / "validation.bin"),
+        sequence_length=LENGTH,
+        vocab_size=BASE.vocab_size,
+        eval_windows=4,
+    )
+
+
+def run_of(name, task, **fields):
+    config = small(
+        method=methods.get(name),
+        task=task,
+        batch_size=8,
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0, weight_decay=0.0),
+        **{"steps": 4, "save_every": 2} | fields,
+    )
+    return on_base(config, BASE)
+
+
+def mesh():
+    return make_mesh(MeshConfig())
+
+
+def final_loss(workdir, step):
+    return json.loads((workdir / f"eval/step-{step:08d}/loss.json").read_text())["loss"]
+
+
+class Crash(Exception):
+    """Of the data, in the middle of a run."""
+
+
+@pytest.mark.parametrize("name", ["tape", "lora"])
+def test_a_run_goes_on_as_if_never_stopped(name, base, task, tmp_path, monkeypatch):
+    folder, params = base
+    config = run_of(name, task)
+    through, cut = tmp_path / "through", tmp_path / "cut"
+    train(config, through, base=find(folder))
+    row = TokensSource.__getitem__
+
+    def failing(source, index):
+        if index >= 2 * config.batch_size:
+            raise Crash
+        return row(source, index)
+
+    with monkeypatch.context() as patched, pytest.raises(Crash):
+        patched.setattr(TokensSource, "__getitem__", failing)
+        train(config, cut, base=find(folder))
+    train(config, cut, base=base_of(cut))
+    assert final_loss(cut, 4) == final_loss(through, 4)
+    one, other = (open_model(workdir, mesh()).params for workdir in (through, cut))
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        same = one
+        for key in path:
+            same = same[key.key]
+        np.testing.assert_array_equal(same, leaf)  # frozen weights are the base's
+
+
+def test_a_new_run_computes_what_its_base_does(base, task, tmp_path):
+    folder, params = base
+    config = run_of("tape", task, steps=1)
+    config = dataclasses.replace(
+        config, optimizer=dataclasses.replace(config.optimizer, learning_rate=1e-30)
+    )
+    train(config, tmp_path / "run", base=find(folder))
+    opened = open_model(tmp_path / "run", mesh())
+    assert opened.config.position == positions.Tape()
+    ids = tokens(BASE)
+    want = logits(BASE, params, ids)
+    np.testing.assert_allclose(logits(opened.config, opened.params, ids), want, atol=1e-6)
+
+
+def test_a_checkpoint_holds_what_is_trained(base, task, tmp_path):
+    train(run_of("tape", task), tmp_path, base=find(base[0]))
+    saved = ocp.StandardCheckpointHandler().metadata(tmp_path / "checkpoints/4/state")
+    leaves = jax.tree_util.tree_leaves_with_path(saved.tree["params"])
+    assert {path[1].key for path, _ in leaves} == {"position"}
+    size = sum(f.stat().st_size for f in (tmp_path / "checkpoints/4").rglob("*") if f.is_file())
+    whole = sum(x.nbytes for x in jax.tree.leaves(base[1]))
+    assert size < whole
+
+
+def test_another_base_is_refused(base, task, tmp_path):
+    folder, params = base
+    train(run_of("lora", task), tmp_path / "run", base=find(folder))
+    other = tmp_path / "other"
+    changed = jax.tree.map(lambda x: x, params)
+    changed["embedding"]["embedding"] = changed["embedding"]["embedding"].at[3, 1].add(1e-3)
+    write_model(other, BASE, changed, source="test")
+    longer = dataclasses.replace(run_of("lora", task), steps=6)
+    with pytest.raises(ValueError, match="is not the base of the run"):
+        train(longer, tmp_path / "run", allow_config_change=True, base=find(other))
+    folder_of_base = tmp_path / "moved"
+    write_model(folder_of_base, BASE, params, source="test")
+    train(longer, tmp_path / "run", allow_config_change=True, base=find(folder_of_base))
+    assert base_of(tmp_path / "run").path == folder_of_base.resolve()
+
+
+def test_a_base_that_is_gone(base, task, tmp_path):
+    shutil.copytree(base[0], tmp_path / "base")
+    train(run_of("lora", task), tmp_path / "run", base=find(tmp_path / "base"))
+    shutil.rmtree(tmp_path / "base")
+    with pytest.raises(FileNotFoundError, match=r"the base of the run in .* is gone"):
+        open_model(tmp_path / "run", mesh())
+
+
+def test_full_needs_no_base_once_it_runs(base, task, tmp_path):
+    shutil.copytree(base[0], tmp_path / "base")
+    train(run_of("full", task), tmp_path / "run", base=find(tmp_path / "base"))
+    shutil.rmtree(tmp_path / "base")
+    opened = open_model(tmp_path / "run", mesh())
+    moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), opened.params, base[1])
+    assert min(jax.tree.leaves(moved)) > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("", "--init PATH is required"),
+        ("--init {base} --model.num-layers 7", "model.num_layers: 30 -> 7"),
+        ("--init {base} --method.name scratch", "'scratch' starts from nothing"),
+        ("--init {base}/nothing", "holds no model: expected"),
+        ("--init {base} --method.name lorra", "did you mean lora"),
+        ("--init {base}", "task.train_file='data/long/train.bin' is not a file"),
+    ],
+)
+def test_commands_that_cannot_run(flags, message, base, tmp_path, monkeypatch):
+    command = ["finetune", "--config", "smollm2-tape", "--workdir", str(tmp_path / "run")]
+    monkeypatch.setattr("sys.argv", [*command, *flags.format(base=base[0]).split()])
+    with pytest.raises(SystemExit, match=message):
+        main()
+    assert not (tmp_path / "run").exists()
+
+
+def test_training_from_nothing_with_a_method(task, tmp_path):
+    with pytest.raises(ValueError, match=r"use train.finetune with --init"):
+        train(run_of("lora", task), tmp_path)
+    with pytest.raises(ValueError, match=r"'scratch': a method other"):
+        train(small(), tmp_path, base=find)
+
+
+def test_generating_needs_a_tokenizer(base):
+    with pytest.raises(ValueError, match="has no tokenizer: name one with --tokenizer"):
+        generate_text(base[0], ("hello",))
+    with pytest.raises(ValueError, match="--prompt TEXT is required"):
+        generate_text(base[0], ())

@@ -1,0 +1,107 @@
+"""Let a model continue a text: `python -m train.generate --workdir DIR --prompt "Once upon"`."""
+
+import dataclasses
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import tyro
+from rich.console import Console
+
+from tape_jax.config import Precision
+from tape_jax.generate import Sampling, generate, stream
+from train.interrupt import Interrupt
+from train.mesh import MeshConfig, make_mesh
+from train.pretrained import open_model
+from train.tokenizer import Tokenizer, check_fits, load_tokenizer
+
+
+def generate_text(
+    workdir: Path,
+    prompt: tuple[str, ...],
+    max_new_tokens: int = 100,
+    sampling: Sampling = Sampling(),  # noqa: B008 - frozen
+    seed: int = 0,
+    step: int | None = None,
+    tokenizer: Path | None = None,
+    dtype: Precision | None = None,
+    mesh: MeshConfig = MeshConfig(),  # noqa: B008 - frozen
+) -> None:
+    """Continues prompts; one is written out as it grows, several when all are done.
+
+    Args:
+      workdir: a run, a converted model, a Hugging Face folder or a .gguf file.
+      prompt: one text or several.
+      max_new_tokens: at most so many; the model's end-of-text token ends a text earlier.
+      sampling: how tokens are chosen; the most likely one unless a temperature is given.
+      seed: of the choices.
+      step: which checkpoint of a run; the newest when None.
+      tokenizer: folder or file; the model's own when None.
+      dtype: of the computation; the model's own when None.
+      mesh: how this machine's devices are used.
+
+    Raises:
+      ValueError: no prompt, a tokenizer that is missing or does not fit, or an encoding that cannot
+        decode from a cache.
+      FileNotFoundError: nothing that holds a model.
+    """
+    if not prompt:
+        raise ValueError("--prompt TEXT is required: what to continue")
+    devices = make_mesh(mesh)
+    with jax.set_mesh(devices):
+        model = open_model(workdir, devices, step)
+        if (found := tokenizer or model.tokenizer) is None:
+            raise ValueError(f"{workdir} has no tokenizer: name one with --tokenizer")
+        words = load_tokenizer(found)
+        check_fits(words, model.config.vocab_size)
+        config = model.config
+        if dtype is not None:
+            config = dataclasses.replace(config, dtype=dtype)
+        ids = [words.encode(text) for text in prompt]
+        how = {
+            "sampling": sampling,
+            "seed": seed,
+            "stop": () if words.eos is None else (words.eos,),
+        }
+        if len(prompt) > 1:
+            _write_all(prompt, generate(config, model.params, ids, max_new_tokens, **how), words)
+        else:
+            _write_out(prompt[0], stream(config, model.params, ids, max_new_tokens, **how), words)
+
+
+def _write_out(prompt: str, steps, words: Tokenizer) -> None:
+    """The prompt and then its text piece by piece, until it ends or Ctrl-C."""
+    sys.stdout.write(prompt)
+    with Interrupt() as stop:
+        new = (int(chosen[0]) for chosen in steps if chosen[0] != words.eos)
+        for piece in words.stream_text(new):
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+            if stop():
+                break
+    sys.stdout.write("\n")
+
+
+def _write_all(
+    prompts: Sequence[str], continued: Sequence[Sequence[int]], words: Tokenizer
+) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    for prompt, ids in zip(prompts, continued, strict=True):
+        text = words.decode([token for token in ids if token != words.eos])
+        console.print(f"[bold]{'─' * 20}[/]")
+        console.print(prompt + text, markup=False)
+
+
+def main() -> None:
+    """The command."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    try:
+        tyro.cli(generate_text, prog="python -m train.generate")
+    except (ValueError, FileNotFoundError) as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

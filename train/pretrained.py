@@ -1,0 +1,216 @@
+"""Models that are there already: what `--init`, `--workdir` and `--from` can name.
+
+A run of this project, a converted model, a folder of Hugging Face's Llama, or a GGUF file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from tape_jax import ModelConfig, convert
+from tape_jax.convert.start import parameter_shapes, start_missing
+from train import model_folder
+from train.checkpoint import Checkpoints, load_config
+from train.config import TrainConfig
+from train.step import abstract_params, abstract_state, join, split
+from train.tokenizer import copy_tokenizer, has_tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Pretrained:
+    """A model on disk, of which only the config has been read.
+
+    Attributes:
+      path: where it is.
+      config: of the model.
+      read: (mesh) -> its parameters, sharded as `tape_jax.sharding` says.
+      tokenizer: what `train.tokenizer.load_tokenizer` takes; None when there is none.
+      trained_length: tokens of a row in its training, when that is known.
+      step: of a run's checkpoint.
+    """
+
+    path: Path
+    config: ModelConfig
+    read: Callable[[jax.sharding.Mesh], dict]
+    tokenizer: Path | None = None
+    trained_length: int | None = None
+    step: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the file or folder."""
+        return self.path.resolve().name
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """A model with its parameters; fields as in `Pretrained`."""
+
+    config: ModelConfig
+    params: dict
+    tokenizer: Path | None
+    step: int | None
+    name: str
+
+
+def open_model(path: Path, mesh: jax.sharding.Mesh, step: int | None = None) -> Opened:
+    """Finds and reads a model; see `find`."""
+    found = find(path, step)
+    return Opened(found.config, found.read(mesh), found.tokenizer, found.step, found.name)
+
+
+def find(path: Path, step: int | None = None) -> Pretrained:
+    """What is at this path; a run's newest checkpoint, or the one of `step`.
+
+    Raises:
+      FileNotFoundError: nothing that holds a model, or no such checkpoint.
+      ValueError: a model that we cannot honour, or a step of something that has none.
+    """
+    for is_one, describe in _KINDS:
+        if is_one(path):
+            found = describe(path, step)
+            if step is not None and found.step is None:
+                raise ValueError(f"step={step}: {path} is no run, it has one state only")
+            return found
+    raise FileNotFoundError(
+        f"{path} holds no model: expected a run's or a converted model's folder, a folder with"
+        " config.json and *.safetensors, or a .gguf file"
+    )
+
+
+def extend(params: dict, config: ModelConfig, mesh: jax.sharding.Mesh, seed: int) -> dict:
+    """The parameters with those that `config` has beside them, newly started.
+
+    Raises:
+      ValueError: parameters that the model lacks, or of another shape.
+    """
+    wanted = parameter_shapes(config)
+    have = flatten_dict(params, sep="/")
+    misfits = [
+        f"{path}: {x.shape} is there, {wanted[path].shape if path in wanted else 'nothing'} fits"
+        for path, x in have.items()
+        if path not in wanted or wanted[path].shape != x.shape
+    ]
+    if misfits:
+        raise ValueError("the base does not fit the model:\n  " + "\n  ".join(misfits))
+    new = start_missing(config, wanted.keys() - have.keys(), mesh=mesh, seed=seed)
+    return unflatten_dict(have | new, sep="/")
+
+
+# --- The base of a run ----------------------------------------------------------------------------
+
+
+def _base_file(workdir: Path) -> Path:
+    return workdir / "base.json"
+
+
+def base_of(workdir: Path) -> Pretrained | None:
+    """The base that the run in `workdir` was started from; None for one from scratch.
+
+    Raises:
+      FileNotFoundError: it is no longer where it was; says how to name its new place.
+    """
+    file = _base_file(workdir)
+    if not file.is_file():
+        return None
+    path = Path(json.loads(file.read_text())["path"])
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path}, the base of the run in {workdir}, is gone: write its new place as 'path' into"
+            f" {file}, or continue the run with --init"
+        )
+    return find(path)
+
+
+def read_base(
+    base: Pretrained, config: TrainConfig, mesh: jax.sharding.Mesh, workdir: Path
+) -> dict:
+    """All parameters of the run's model from its base, those that the method adds newly started.
+
+    The run keeps where the base is, its fingerprint and a copy of its tokenizer.
+
+    Raises:
+      ValueError: not the base that the run was started from, or one that does not fit its model.
+    """
+    params = base.read(mesh)
+    found, file = convert.fingerprint(params), _base_file(workdir)
+    if file.is_file() and json.loads(file.read_text())["fingerprint"] != found:
+        raise ValueError(
+            f"{base.path} is not the base of the run in {workdir}: its weights differ from those"
+            f" that {file} describes; name the right one with --init"
+        )
+    if jax.process_index() == 0:
+        record = {"path": str(base.path.resolve()), "fingerprint": found}
+        file.write_text(json.dumps(record, indent=2) + "\n")
+        if base.tokenizer is not None:
+            copy_tokenizer(base.tokenizer, workdir)
+    return extend(params, config.model, mesh, config.seed)
+
+
+# --- Kinds ----------------------------------------------------------------------------------------
+
+
+def _holds(folder: Path, key: str) -> bool:
+    path = folder / "config.json"
+    return path.is_file() and key in json.loads(path.read_text())
+
+
+def _tokenizer_in(folder: Path) -> Path | None:
+    return folder if has_tokenizer(folder) else None
+
+
+def _run(workdir: Path, step: int | None) -> Pretrained:
+    config = load_config(workdir)
+    checkpoints = Checkpoints(workdir, config.keep)
+    step = checkpoints.newest() if step is None else step
+
+    def read(mesh):
+        trained = checkpoints.read(abstract_state(config, mesh), step).params
+        if not split(config, abstract_params(config, mesh))[1]:
+            return trained
+        if (base := base_of(workdir)) is None:
+            raise FileNotFoundError(f"{_base_file(workdir)} is missing: it says where the base is")
+        return join(trained, split(config, read_base(base, config, mesh, workdir))[1])
+
+    length = config.task.length
+    return Pretrained(workdir, config.model, read, _tokenizer_in(workdir), length, step)
+
+
+def _converted(folder: Path, step: int | None) -> Pretrained:
+    about = model_folder.read_model(folder)
+
+    def read(mesh):
+        return model_folder.read_params(folder, about.config, mesh)
+
+    return Pretrained(folder, about.config, read, _tokenizer_in(folder), about.trained_length)
+
+
+def _huggingface(folder: Path, step: int | None) -> Pretrained:
+    config, length = convert.read_huggingface_config(folder)
+
+    def read(mesh):
+        return convert.load_huggingface(folder, mesh=mesh)[1]
+
+    return Pretrained(folder, config, read, _tokenizer_in(folder), length)
+
+
+def _gguf(file: Path, step: int | None) -> Pretrained:
+    config, length = convert.read_gguf_config(file)
+    return Pretrained(
+        file, config, lambda mesh: convert.load_gguf(file, mesh=mesh)[1], file, length
+    )
+
+
+_KINDS: Sequence[tuple[Callable[[Path], bool], Callable[[Path, int | None], Pretrained]]] = (
+    (lambda path: _holds(path, "task"), _run),
+    (lambda path: (path / "model.json").is_file(), _converted),
+    (lambda path: _holds(path, "hidden_size"), _huggingface),
+    (lambda path: path.is_file() and path.suffix == ".gguf", _gguf),
+)
+"""Whether it is one -> what it holds."""
