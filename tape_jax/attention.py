@@ -57,10 +57,10 @@ class Attention(nn.Module):
         segments: Any = segment_ids
         order, kept, k_positions = None, None, positions
         if past is not None:
-            kept, slots = past.kept.write(Kept(k, v, values), past.first_new(x)), past.slots
-            k, v, values = kept.k, kept.v, None if values is None else kept.e
-            order, k_positions = slots.order(x.shape[1]), slots.positions
-            segments = (segment_ids, slots.segment_ids)
+            (k, v, e), kept = past.extend((k, v, values))
+            values = None if values is None else e
+            order, k_positions = past.slots.order(x.shape[1]), past.slots.positions
+            segments = (segment_ids, past.slots.segment_ids)
         score_mod = encoding.score_mod(q, positions, k_positions, config)
         attend = functools.partial(
             sharded_attention,

@@ -24,26 +24,53 @@ EMPTY = -1
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """What one layer keeps of some tokens, or all layers with a leading axis L.
+    """What the layers keep of the tokens in the slots. Only what is new is ever written.
 
     Attributes:
-      k: keys as attention sees them (rotated), D' wide.
+      k: keys as attention sees them (rotated).
       v: values.
       e: the encoding's value stream; None for encodings without one.
+      heads_first: whether a layer's arrays lie as (B, K, M, width), which matrix products like, or
+        as (B, M, K, width), which the kernels for GPUs read. In the other order they would be
+        copied for every token.
     """
 
-    k: Float[Array, "*L B M K E"]
-    v: Float[Array, "*L B M K D"]
-    e: Float[Array, "*L B M K S"] | None
+    k: Float[Array, "L B x y D"]
+    v: Float[Array, "L B x y D"]
+    e: Float[Array, "L B x y S"] | None
+    heads_first: bool = dataclasses.field(default=False, metadata={"static": True})
 
-    def write(self, new: Kept, start: Int[Array, ""]) -> Kept:
-        """With `new` in the slots from `start` on; a stream that it lacks stays as it is."""
+    def read(self, layer: Int[Array, ""]) -> tuple[Array, Array, Array | None]:
+        """k, v and e of one layer, each (B, M, K, width)."""
+
+        def one(x):
+            return self._turn(jax.lax.dynamic_index_in_dim(x, layer, keepdims=False))
+
+        return jax.tree.map(one, (self.k, self.v, self.e))
+
+    def write(
+        self,
+        layer: Int[Array, ""],
+        start: Int[Array, ""],
+        new: tuple[Array, Array, Array | None],
+    ) -> Kept:
+        """With `new`, each (B, n, K, width), in this layer's slots from `start` on.
+
+        A stream that it lacks stays as it is.
+        """
+        place = (0, start) if self.heads_first else (start, 0)
 
         def put(old, x):
-            return jax.lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), start, axis=1)
+            if old is None or x is None:
+                return old
+            x = self._turn(x).astype(old.dtype)[None]
+            return jax.lax.dynamic_update_slice(old, x, (layer, 0, *place, 0))
 
-        e = self.e if self.e is None or new.e is None else put(self.e, new.e)
-        return Kept(put(self.k, new.k), put(self.v, new.v), e)
+        streams = (put(*both) for both in zip((self.k, self.v, self.e), new, strict=True))
+        return Kept(*streams, heads_first=self.heads_first)
+
+    def _turn(self, x: Array) -> Array:
+        return x.swapaxes(1, 2) if self.heads_first else x
 
 
 @jax.tree_util.register_dataclass
@@ -97,14 +124,19 @@ class Cache:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Past:
-    """What one layer is given: its own share of the cache, and the slots with the new tokens."""
+    """What one layer is given: the cache, whose slots know the new tokens, and its place there."""
 
     kept: Kept
     slots: Slots
+    layer: Int[Array, ""]
 
-    def first_new(self, x: Float[Array, "B n C"]) -> Int[Array, ""]:
-        """The slot of the first of the tokens x, which are the newest."""
-        return self.slots.filled - x.shape[1]
+    def extend(
+        self, new: tuple[Array, Array, Array | None]
+    ) -> tuple[tuple[Array, Array, Array | None], Kept]:
+        """The layer's keys, values and stream with those of the newest tokens, and the cache."""
+        start = self.slots.filled - new[0].shape[1]
+        kept = self.kept.write(self.layer, start, new)
+        return kept.read(self.layer), kept
 
 
 class _Probe(nn.Module):
@@ -137,14 +169,17 @@ def new_cache(config: ModelConfig, batch: int, size: int) -> Cache:
         raise ValueError(f"a cache needs batch={batch} and size={size} >= 1")
     config.position.default_positions(size)
     shapes, _ = jax.eval_shape(_Probe(config).init_with_output, jax.random.key(0))
+    # XLA for CPUs has no product of bfloat16 for some shapes with the heads first.
+    here, wide = jax.default_backend(), config.dtype == "float32"
+    heads_first = here == "tpu" or (here == "cpu" and wide)
+    both = (config.kv_heads, size) if heads_first else (size, config.kv_heads)
 
     def zeros(x):
-        shape = (config.num_layers, batch, size, config.kv_heads, x.shape[-1])
-        return jnp.zeros(shape, jnp.dtype(config.dtype))
+        return jnp.zeros((config.num_layers, batch, *both, x.shape[-1]), jnp.dtype(config.dtype))
 
     slots = Slots(
         jnp.zeros((batch, size), jnp.int32),
         jnp.full((batch, size), EMPTY, jnp.int32),
         jnp.zeros((), jnp.int32),
     )
-    return Cache(Kept(*jax.tree.map(zeros, shapes)), slots)
+    return Cache(Kept(*jax.tree.map(zeros, shapes), heads_first=heads_first), slots)

@@ -66,7 +66,7 @@ def choose(logits: Float[Array, "B V"], sampling: Sampling, key: Array) -> Int[A
 
 
 @functools.partial(jax.jit, static_argnames=("config", "sampling"), donate_argnames="cache")
-def _step(config, params, cache, tokens, positions, segment_ids, sampling, key):
+def next_tokens(config, params, cache, tokens, positions, segment_ids, sampling, key):
     """Reads tokens (B, n), of which the last of each row is real: (next tokens, the cache)."""
     logits, cache = Transformer(config).apply(
         {"params": params}, tokens, positions, segment_ids, cache
@@ -106,7 +106,7 @@ def stream(
     positions = every[np.maximum(place, 0)]
     key, running = jax.random.key(seed), np.ones(len(prompts), bool)
     for step in range(max_new_tokens):
-        chosen, cache = _step(
+        chosen, cache = next_tokens(
             config,
             params,
             cache,

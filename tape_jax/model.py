@@ -150,29 +150,30 @@ class Transformer(nn.Module):
             return jax.vmap(one)(jax.random.split(rng, config.num_layers))
 
         def layer(own, carry, update_state):
-            params, kept = own
-            norms = _root_mean_square(carry[1]) if keep_norms else None
-            past = None if cache is None else Past(kept, cache.slots)
-            args = (*carry, positions, segment_ids, past)
-            *carry, kept = block.apply({"params": params}, *args, update_state=update_state)
-            return tuple(carry), (norms, tuple(carry) if keep_all else None, kept)
+            params, index = own
+            x, state, kept = carry
+            past = None if cache is None else Past(kept, cache.slots, index)
+            args = (x, state, positions, segment_ids, past)
+            carry = block.apply({"params": params}, *args, update_state=update_state)
+            norms = _root_mean_square(state) if keep_norms else None
+            return carry, (norms, carry[:2] if keep_all else None)
 
         policy = REMAT_POLICIES[config.remat]
         if policy is not None:
             layer = jax.checkpoint(
                 layer, policy=policy, static_argnums=2, prevent_cse=not config.scan_layers
             )
-        params, first = self.param("layers", init), (x, state)
+        params = self.param("layers", init)
         if self.is_initializing():
             return x, None
-        own = (params, None if cache is None else cache.kept)
+        first = (x, state, None if cache is None else cache.kept)
+        own = (params, jnp.arange(config.num_layers))
         if config.scan_layers:
-            carry, rows = _scanned(layer, own, first)
+            (x, _, kept), rows = _scanned(layer, own, first)
         else:
-            carry, rows = _unrolled(layer, own, first, config.num_layers, keep_all)
-        norms, carries, kept = rows
-        self._sow(first, norms, carries)
-        return carry[0], kept
+            (x, _, kept), rows = _unrolled(layer, own, first, config.num_layers, keep_all)
+        self._sow((x, state), *rows)
+        return x, kept
 
     def _sow(self, first, norms, carries):
         if norms is not None:

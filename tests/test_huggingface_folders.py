@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 from tape_jax import Transformer, positions
 from tape_jax.convert import (
+    fill,
     load_huggingface,
     save_huggingface,
     start_missing,
@@ -120,6 +122,29 @@ def test_parameters_land_where_they_are_planned(mesh):
     assert_equal_trees(params, load_huggingface(DATA / "hf_sharded", position="tape")[1])
     with jax.set_mesh(mesh):
         check_logits(config, params, np.load(DATA / "hf_sharded/golden.npz"))
+
+
+@pytest.mark.multidevice
+def test_tensors_are_cut_before_they_are_on_the_devices(monkeypatch):
+    """A matrix reaches each device as its own eighth, turned where the parameter is, and stays."""
+    mesh, put, found = make_mesh(MeshConfig(data=1, fsdp=4, tensor=2)), fill._put, {}
+
+    def recorded(step, target):
+        raw = put(step, target)
+        write = fill._writer(target.sharding, step.conversion)
+        index = tuple(map(np.int32, step.index))
+        compiled = write.lower(target, raw, index).compile()
+        temporary = compiled.memory_analysis().temp_size_in_bytes
+        moved = re.findall(r"all-\w+|collective-permute", compiled.as_text())
+        found[step.path] = (raw.sharding.shard_shape(raw.shape), temporary, moved)
+        return raw
+
+    monkeypatch.setattr(fill, "_put", recorded)
+    load_huggingface(DATA / "hf_sharded", mesh=mesh)
+    assert found["layers/attention/query/kernel"] == ((16, 8), 0, [])
+    assert found["layers/attention/out/kernel"] == ((8, 16), 0, [])
+    assert found["layers/mlp/down/kernel"] == ((8, 32), 0, [])
+    assert found["embedding/embedding"] == ((97, 8), 0, [])  # 97 does not divide over tensor
 
 
 def test_parts_of_a_stored_tensor(tmp_path):

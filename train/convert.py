@@ -23,7 +23,7 @@ from tape_jax.lora import merge
 from train.mesh import MeshConfig, make_mesh
 from train.model_folder import write_model
 from train.pretrained import Pretrained, find
-from train.tokenizer import copy_tokenizer
+from train.tokenizer import copy_tokenizer, load_tokenizer
 
 
 def convert(
@@ -81,13 +81,17 @@ def _export(folder: Path, found: Pretrained, params: dict, dtype: Precision) -> 
         params = merge(params, config.lora)
         config = dataclasses.replace(config, lora=None)
     with tempfile.TemporaryDirectory() as beside:
-        files = copy_tokenizer(found.tokenizer, beside) if found.tokenizer is not None else []
+        files, token_ids = [], {}
+        if found.tokenizer is not None:
+            files, tokenizer = copy_tokenizer(found.tokenizer, beside), load_tokenizer(beside)
+            token_ids = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
         save_huggingface(
             folder,
             config,
             params,
             dtype=dtype,
             length=found.trained_length,
+            token_ids=token_ids,
             extra_files=files,
             track=lambda names: track(names, "writing"),
         )

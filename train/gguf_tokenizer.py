@@ -137,6 +137,8 @@ def _added(names, types, kind, special) -> list[AddedToken]:
 
 
 def _sentencepiece(fields: Mapping[str, Any]) -> dict[str, bytes]:
+    # Its names are made when it is imported.
+    # pyrefly: ignore[missing-module-attribute]
     from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec
 
     model = ModelProto()

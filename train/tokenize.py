@@ -80,17 +80,12 @@ def tokenize(
     texts = itertools.chain.from_iterable(read_documents(path, field) for path in files)
     with Interrupt() as stop, _Part(out, dtype, record) as part:
         rest = itertools.islice(texts, skip_documents + part.documents, end)
-        ids = _ids(rest, reader, eos)
-        if not part.fill(ids, stop):
+        ends = [reader.eos] if eos and reader.eos is not None else []
+        if not part.fill((reader.encode(text) + ends for text in rest), stop):
             return None
         if not part.tokens:
             raise ValueError("no tokens: the files hold no document in the range asked for")
         return part.finish()
-
-
-def _ids(texts: Iterator[str], tokenizer: Tokenizer, eos: bool) -> Iterator[list[int]]:
-    for text in texts:
-        yield tokenizer.encode(text) + [tokenizer.eos] * eos
 
 
 def _check_range(skip_documents: int, documents: int | None, max_tokens: int | None) -> None:

@@ -59,7 +59,8 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, after one BOS if the model's texts begin with it."""
-        return [self.bos] * self.adds_bos + self.encode_plain(text)
+        head = [self.bos] if self.adds_bos and self.bos is not None else []
+        return head + self.encode_plain(text)
 
     def encode_plain(self, text: str) -> list[int]:
         """The same without BOS: what stands in the middle of a text."""
@@ -159,11 +160,6 @@ def copy_tokenizer(source: Path | str, folder: Path | str) -> list[Path]:
     for name, data in files.items():
         (folder / name).write_bytes(data)
     return [folder / name for name in files]
-
-
-def write_gguf_tokenizer(gguf_file: Path | str, folder: Path | str) -> list[Path]:
-    """`copy_tokenizer` of the vocabulary inside a GGUF file."""
-    return copy_tokenizer(gguf_file, folder)
 
 
 def _files(path: Path) -> dict[str, bytes]:

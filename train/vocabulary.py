@@ -61,7 +61,7 @@ def from_sentencepiece(data: bytes) -> Vocabulary:
         if processor.is_control(i):
             return b""
         if processor.is_byte(i):
-            return bytes([int(_BYTE.fullmatch(processor.id_to_piece(i))[1], 16)])
+            return bytes.fromhex(processor.id_to_piece(i)[3:5])
         return processor.id_to_piece(i).replace(UNDERLINE, " ").encode()
 
     pieces = [written(i) for i in range(size)]
@@ -158,4 +158,4 @@ def _from_letters(piece: str, letters: dict[str, int]) -> bytes:
 
 def _from_underlined(piece: str, bytewise: bool) -> bytes:
     byte = _BYTE.fullmatch(piece) if bytewise else None
-    return bytes([int(byte[1], 16)]) if byte else piece.replace(UNDERLINE, " ").encode()
+    return bytes.fromhex(byte[1]) if byte else piece.replace(UNDERLINE, " ").encode()

@@ -116,13 +116,13 @@ def open_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Source]]:
       As `load_gguf`.
     """
     reader = _reader(file)
-    fields = {key: field.contents() for key, field in reader.fields.items()}
-    architecture = fields.get("general.architecture")
+    named = reader.fields.get("general.architecture")
+    architecture = None if named is None else named.contents()
     if architecture != "llama":
         raise ValueError(f"{file}: architecture {architecture!r} is not supported, only 'llama'")
     keys = {
-        key.removeprefix("llama."): _shortest(value)
-        for key, value in fields.items()
+        key.removeprefix("llama."): _shortest(field.contents())
+        for key, field in reader.fields.items()
         if key.startswith("llama.")
     }
     tensors = {tensor.name: tensor for tensor in reader.tensors}

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -110,6 +111,7 @@ def save_huggingface(
     *,
     dtype: str = "float32",
     length: int | None = None,
+    token_ids: Mapping[str, int | None] = MappingProxyType({}),
     extra_files: Iterable[Path] = (),
     shard_bytes: int = SHARD_BYTES,
     track: Track = iter,
@@ -125,6 +127,8 @@ def save_huggingface(
       dtype: of the tensors: "float32", "bfloat16" or "float16".
       length: what it was trained on, written as max_position_embeddings (2048 when None) unless
         the encoding implies another.
+      token_ids: `bos_token_id` and `eos_token_id`, where generation starts and stops; none when not
+        given, since what transformers would take instead is another model's.
       extra_files: copied beside: the tokenizer's.
       shard_bytes: above this size, several files and an index are written.
       track: wraps the names of the tensors to write, for a progress bar.
@@ -135,7 +139,8 @@ def save_huggingface(
     """
     if dtype not in _FLOATS:
         raise ValueError(unknown("dtype", dtype, _FLOATS))
-    hf = write_config(config, dtype=dtype, length=length)
+    marks = {"bos_token_id": None, "eos_token_id": None} | dict(token_ids)
+    hf = write_config(config, dtype=dtype, length=length) | marks
     tensors = to_huggingface(config, params, dtype=dtype)
     with new_folder(Path(folder)) as partial:
         (partial / "config.json").write_text(json.dumps(hf, indent=2) + "\n")

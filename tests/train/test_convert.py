@@ -8,7 +8,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models
 
 from tape_jax import positions
 from tape_jax.convert import fingerprint, load_huggingface
@@ -16,9 +15,11 @@ from tape_jax.convert.start import flatten
 from tape_jax.lora import LoRA, merge
 from tape_jax.sharding import parameter_shardings
 from tests.tiny import logits, random_params, tiny
+from tests.train.vocabularies import byte_level, write
 from train.convert import main
 from train.mesh import MeshConfig, make_mesh
 from train.model_folder import read_model, read_params, write_model
+from train.tokenizer import load_tokenizer
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -33,12 +34,7 @@ def assert_equal_trees(ours, theirs):
 def checkpoint(tmp_path):
     """A Hugging Face folder with a tokenizer in it."""
     folder = Path(shutil.copytree(DATA / "hf_gqa_tied", tmp_path / "llama"))
-    for name in ("config.json", "tokenizer_config.json"):
-        (folder / name).touch()
-    words = models.WordLevel({chr(97 + i): i for i in range(20)}, unk_token="a")
-    Tokenizer(words).save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"eos_token": "b"}')
-    return folder
+    return write(folder, "tokenizer.json", byte_level(), eos_token="<eos>")
 
 
 def test_there_and_back(checkpoint, tmp_path):
@@ -55,6 +51,8 @@ def test_there_and_back(checkpoint, tmp_path):
     theirs, ours = (json.loads((f / "config.json").read_text()) for f in (checkpoint, back))
     same = ("max_position_embeddings", "rope_parameters", "tie_word_embeddings", "hidden_size")
     assert {key: ours[key] for key in same} == {key: theirs[key] for key in same}
+    # The first from config.json, the second the id of "<eos>", which tokenizer_config.json names.
+    assert (ours["bos_token_id"], ours["eos_token_id"]) == (1, 258)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (back / name).exists(), name
     assert {path.name for path in tmp_path.iterdir()} == {"llama", "model", "back"}
@@ -65,9 +63,8 @@ def test_exports_in_bfloat16_with_lora_merged(tmp_path):
     params = random_params(config)
     write_model(tmp_path / "model", config, params, source="tiny")
     target = tmp_path / "llama"
-    main(
-        ["--from", str(tmp_path / "model"), "--to-huggingface", str(target), "--dtype", "bfloat16"]
-    )
+    options = ["--to-huggingface", str(target), "--dtype", "bfloat16"]
+    main(["--from", str(tmp_path / "model"), *options])
     plain, saved = load_huggingface(target)
     assert plain.lora is None and "lora_a" not in saved["layers"]["attention"]["query"]
     merged = jax.tree.map(lambda x: x.astype("bfloat16"), merge(params, config.lora))
@@ -77,9 +74,7 @@ def test_exports_in_bfloat16_with_lora_merged(tmp_path):
 @pytest.mark.multidevice
 def test_a_converted_model_is_read_onto_any_mesh(tmp_path):
     config = tiny(vocab_size=32, position=positions.Tape(width=8, block=(2, 4)))
-    written, read = (
-        make_mesh(m) for m in (MeshConfig(data=8), MeshConfig(data=1, fsdp=4, tensor=2))
-    )
+    written, read = make_mesh(MeshConfig(data=8)), make_mesh(MeshConfig(data=1, fsdp=4, tensor=2))
     params = random_params(config)
     placed = jax.device_put(params, parameter_shardings(params, written))
     write_model(tmp_path / "model", config, placed, source="tiny", trained_length=7)
@@ -97,8 +92,16 @@ def test_gguf_keeps_its_logits(tmp_path):
     pytest.importorskip("gguf", reason='needs the "convert" extra')
     from tests.test_gguf import write_gguf
 
-    file = write_gguf(tmp_path / "model.gguf", "hf_plain")
+    vocabulary = [
+        ("add_tokenizer_model", "gpt2"),
+        ("add_tokenizer_pre", "gpt-2"),
+        ("add_token_list", ["a", "b", "ab"]),
+        ("add_token_merges", ["a b"]),
+        ("add_add_bos_token", False),
+    ]
+    file = write_gguf(tmp_path / "model.gguf", "hf_plain", keys=vocabulary)
     main(["--from", str(file), "--to-huggingface", str(tmp_path / "llama")])
+    assert load_tokenizer(tmp_path / "llama").encode("abba") == [2, 1, 0]
     golden = np.load(DATA / "hf_plain/golden.npz")
     got = logits(*load_huggingface(tmp_path / "llama"), golden["input_ids"])
     np.testing.assert_allclose(got, golden["logits"], atol=5e-5, rtol=0)
@@ -144,6 +147,6 @@ def test_a_damaged_checkpoint_leaves_nothing(checkpoint, tmp_path):
     (checkpoint / "model.safetensors").write_bytes(b"12345678")
     with pytest.raises(SystemExit, match=r"error: .*model\.safetensors is cut off"):
         main(["--from", str(checkpoint), "--to", str(tmp_path / "new")])
-    with pytest.raises(SystemExit, match="error: .*nothing"):
+    with pytest.raises(SystemExit, match=r"error: .*nothing"):
         main(["--from", str(tmp_path / "nothing"), "--to", str(tmp_path / "new")])
     assert {path.name for path in tmp_path.iterdir()} == {"llama"}

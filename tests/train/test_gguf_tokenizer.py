@@ -12,7 +12,7 @@ from tests.train.vocabularies import (
     smollm2,
     write,
 )
-from train.tokenizer import load_tokenizer, write_gguf_tokenizer
+from train.tokenizer import copy_tokenizer, load_tokenizer
 
 gguf = pytest.importorskip("gguf")
 
@@ -49,7 +49,7 @@ def test_sentencepiece_rebuilt_from_gguf(tmp_path, prefix):
         token_scores=[pieces.get_score(i) for i in every],
         token_types=[type_of(pieces, i) for i in every],
     )
-    write_gguf_tokenizer(path, tmp_path / "folder")
+    copy_tokenizer(path, tmp_path / "folder")
     original = load_tokenizer(write(tmp_path / "original", "tokenizer.model", model))
     for tokenizer in (load_tokenizer(path), load_tokenizer(tmp_path / "folder")):
         assert (tokenizer.bos, tokenizer.eos, tokenizer.adds_bos) == (1, 2, True)
@@ -72,7 +72,7 @@ def test_bpe_from_gguf_follows_its_fields(tmp_path):
     quiet = load_tokenizer(bpe_gguf(tmp_path / "quiet.gguf", "gpt-2"))
     assert quiet.encode("th") == [256] and (quiet.bos, quiet.eos) == (257, 258)
     loud = bpe_gguf(tmp_path / "loud.gguf", "gpt-2", add_bos_token=True)
-    write_gguf_tokenizer(loud, tmp_path / "folder")
+    copy_tokenizer(loud, tmp_path / "folder")
     for path in (loud, tmp_path / "folder"):
         assert load_tokenizer(path).encode("<bos>th") == [257, 256]
 
@@ -118,7 +118,7 @@ def test_smollm2(tmp_path):
     assert tokenizer.encode("") == []
     for text in HARD:
         assert tokenizer.decode(tokenizer.encode(text)) == text
-    write_gguf_tokenizer(smollm2(), tmp_path)
+    copy_tokenizer(smollm2(), tmp_path)
     again = load_tokenizer(tmp_path)
     assert again.fingerprint == tokenizer.fingerprint
     assert [again.encode(text) for text in HARD] == [tokenizer.encode(text) for text in HARD]

@@ -70,8 +70,8 @@ def make_prompt(target_tokens: int, trial: int) -> Prompt:
     """The trial's prompt; about `target_tokens` of Llama's tokens long."""
     characters = int(3.75 * target_tokens // 1024 * 1024)
     random = np.random.RandomState(trial)  # the papers' own generator, for their very prompts
-    before = int(random.randint(0, characters))
-    key = int(random.randint(1, 50000))
+    before = random.randint(0, characters)
+    key = random.randint(1, 50000)
     lines = (
         TASK,
         GARBAGE[:before],

@@ -103,12 +103,10 @@ def measure(
         sums[0], counts[0] = sums[0] + scored.sum(), counts[0] + scored.size
         if part.pooled:
             sums[1], counts[1] = sums[1] + losses.sum(), counts[1] + losses.size
-    sliding, pooled = (
-        float(total / count) if count else None for total, count in zip(sums, counts, strict=True)
-    )
+    loss, pooled = float(sums[0] / counts[0]), float(sums[1] / counts[1]) if counts[1] else None
     return {
-        "perplexity": perplexity(sliding),
-        "loss": sliding,
+        "perplexity": perplexity(loss),
+        "loss": loss,
         "scored_tokens": int(counts[0]),
         "pooled_perplexity": None if pooled is None else perplexity(pooled),
         "pooled_loss": pooled,
