@@ -69,9 +69,9 @@ def choose(logits: Float[Array, "B V"], sampling: Sampling, key: Array) -> Int[A
 def next_tokens(config, params, cache, tokens, positions, segment_ids, sampling, key):
     """Reads tokens (B, n), of which the last of each row is real: (next tokens, the cache)."""
     logits, cache = Transformer(config).apply(
-        {"params": params}, tokens, positions, segment_ids, cache
+        {"params": params}, tokens, positions, segment_ids, cache, only_last=True
     )
-    return choose(logits[:, -1], sampling, key), cache
+    return choose(logits[:, 0], sampling, key), cache
 
 
 def stream(
@@ -83,26 +83,32 @@ def stream(
     sampling: Sampling = Sampling(),
     stop: Collection[int] = (),
     seed: int = 0,
+    pad_to: int = 1,
 ) -> Iterator[Int[np.ndarray, " B"]]:
     """The next token of every prompt, again and again; EMPTY (-1) for those that have stopped.
 
     Ends when all have written a stop token (which is given out), or after max_new_tokens. Prompts
     are padded on the left, and padding is read by nobody, so each is decoded as it would be alone.
 
+    Args:
+      config, params: the model.
+      prompts: token ids.
+      max_new_tokens: for each prompt, at most.
+      sampling: how tokens are chosen.
+      stop: ids that end a text.
+      seed: of the choices.
+      pad_to: prompts are padded to a multiple of it: for many calls of a few lengths, which compile
+        once for each.
+
     Raises:
       ValueError: an empty prompt, ids outside the vocabulary, no tokens to write, or an encoding
         that cannot decode from a cache; before anything is computed.
     """
-    _check(config, prompts, max_new_tokens)
-    longest = max(map(len, prompts))
-    tokens, segments = (np.full((len(prompts), longest), x, np.int32) for x in (0, EMPTY))
-    for row, prompt in enumerate(prompts):
-        tokens[row, longest - len(prompt) :] = prompt
-        segments[row, longest - len(prompt) :] = 0
-    every = np.asarray(config.position.default_positions(longest + max_new_tokens))[0]
-    lengths = np.array([len(prompt) for prompt in prompts])
-    place = np.arange(longest) - (longest - lengths)[:, None]
-    cache = new_cache(config, len(prompts), longest + max_new_tokens)
+    _check(config, prompts, max_new_tokens, pad_to)
+    tokens, segments, place = _padded(prompts, pad_to)
+    lengths, size = place[:, -1] + 1, tokens.shape[1] + max_new_tokens
+    every = np.asarray(config.position.default_positions(size))[0]
+    cache = new_cache(config, len(prompts), size)
     positions = every[np.maximum(place, 0)]
     key, running = jax.random.key(seed), np.ones(len(prompts), bool)
     for step in range(max_new_tokens):
@@ -133,9 +139,21 @@ def generate(
     return [[int(t) for t in row if t != EMPTY] for row in steps]
 
 
-def _check(config, prompts, max_new_tokens):
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens} must be >= 1")
+def _padded(prompts, multiple):
+    """Tokens, segments and places in its own text of every prompt, each (B, n), ends aligned."""
+    longest = -(-max(map(len, prompts)) // multiple) * multiple
+    tokens, segments = (np.full((len(prompts), longest), x, np.int32) for x in (0, EMPTY))
+    for row, prompt in enumerate(prompts):
+        tokens[row, longest - len(prompt) :] = prompt
+        segments[row, longest - len(prompt) :] = 0
+    lengths = np.array([len(prompt) for prompt in prompts])
+    return tokens, segments, np.arange(longest) - (longest - lengths)[:, None]
+
+
+def _check(config, prompts, max_new_tokens, pad_to):
+    for field, value in (("max_new_tokens", max_new_tokens), ("pad_to", pad_to)):
+        if value < 1:
+            raise ValueError(f"{field}={value} must be >= 1")
     if not prompts:
         raise ValueError("prompts is empty: give at least one")
     for row, prompt in enumerate(prompts):

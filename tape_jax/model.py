@@ -82,6 +82,8 @@ class Transformer(nn.Module):
         positions: Int[Array, "B N"] | None = None,
         segment_ids: Int[Array, "B N"] | None = None,
         cache: Cache | None = None,
+        *,
+        only_last: bool = False,
     ) -> Float[Array, "B N V"] | tuple[Float[Array, "B N V"], Cache]:
         """Logits of the next token at every position; with a cache, and the cache with the tokens.
 
@@ -93,6 +95,7 @@ class Transformer(nn.Module):
           segment_ids: a token reads only its own segment; negative ids are padding.
           cache: what earlier calls have kept (`tape_jax.cache.new_cache` at first): these tokens
             follow those. Without positions, theirs go on. More tokens than have room give NaN.
+          only_last: logits of the last token only, (B, 1, V).
 
         Raises:
           ValueError: an empty sequence, shapes that do not fit, or ids outside the vocabulary.
@@ -123,7 +126,7 @@ class Transformer(nn.Module):
         x = constrain(encoding.embed(rows, positions), "batch", "length", "hidden")
         state = encoding.initial_state(positions, config)
         x, kept = self._layers(x, state, positions, segment_ids, cache)
-        x = norm(config, "final_norm")(x)
+        x = norm(config, "final_norm")(x[:, -1:] if only_last else x)
         if config.tie_embeddings:
             logits = _float32_dot(x, embedding.embedding.astype(x.dtype).T)
         else:

@@ -2,11 +2,12 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tape_jax import positions
+from tape_jax import Transformer, positions
 from tape_jax.cache import new_cache
 from tape_jax.generate import Sampling, choose, generate, stream, truncated
 from tests.tiny import logits, mostly_slow, random_params, tiny, tokens
@@ -52,20 +53,32 @@ def test_encodings_without_a_cache_say_so(encoding):
 
 
 @pytest.mark.parametrize("name", ["tape", "rope", "alibi", "fire", "tapa", "cope"])
-def test_unequal_prompts_greedy_equal_recomputation(name):
-    config = tiny(position=name, num_kv_heads=2)
-    params = random_params(config, scale=0.12 if name == "tapa" else 0.25)
+@pytest.mark.parametrize("pad_to", [1, 16])
+def test_two_hundred_greedy_tokens_are_those_of_recomputation(name, pad_to):
+    """Prompts of unequal length in one batch, against each text alone in a pass without a cache."""
+    config = tiny(position=name, num_kv_heads=2, num_layers=2)
+    params = random_params(config, scale=0.12)
     prompts = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5]]
-    got = generate(config, params, prompts, 20)
+    got = generate(config, params, prompts, 200, pad_to=pad_to)
     for prompt, continued in zip(prompts, got, strict=True):
-        padded = np.zeros((1, 32), int)
-        row = list(prompt)
-        for token in continued:
-            padded[0, : len(row)] = row
-            scores = np.asarray(logits(config, params, padded)[0, len(row) - 1])
-            assert scores[token] > scores.max() - 1e-4  # ties may fall either way
-            row.append(token)
-    assert [len(c) for c in got] == [20] * 3
+        assert len(continued) == 200
+        row = np.array([[*prompt, *continued]])
+        scores = logits(config, params, row)[0, len(prompt) - 1 : -1]
+        assert scores.argmax(axis=-1).tolist() == continued
+        if pad_to == 1:
+            cache, pieces = new_cache(config, 1, row.shape[1] + 3), []
+            for start in range(0, row.shape[1], 23):
+                out, cache = logits(config, params, row[:, start : start + 23], cache=cache)
+                pieces.append(out[0])
+            pieces = np.concatenate(pieces)[len(prompt) - 1 : -1]
+            np.testing.assert_allclose(pieces, scores, rtol=0, atol=1e-5)
+
+
+def test_only_the_last_logits():
+    config = tiny()
+    params, ids = random_params(config), tokens(config)
+    last = Transformer(config).apply({"params": params}, ids, only_last=True)
+    np.testing.assert_allclose(last, logits(config, params, ids)[:, -1:], atol=1e-5)
 
 
 def test_stop_tokens_end_each_row():
@@ -82,8 +95,6 @@ def test_stop_tokens_end_each_row():
 
 
 def test_sampling_follows_the_truncated_distribution():
-    import jax
-
     scores = jnp.log(jnp.asarray([[0.5, 0.25, 0.15, 0.1]]))
     kept = lambda **how: np.isfinite(truncated(scores, Sampling(1.0, **how)))[0].tolist()  # noqa: E731
     assert kept() == [True] * 4
@@ -115,7 +126,7 @@ def test_seeds():
         (([[1], []], 3), "prompt 1 has no tokens"),
         (([[1, 99]], 3), "prompt 0 holds token id 99"),
         (([], 3), "prompts is empty"),
-        (([[1]], 0), "max_new_tokens=0"),
+        (([[1]], 0), "max_new_tokens=0 must be >= 1"),
     ],
 )
 def test_prompts_that_cannot_be_continued(arguments, message):

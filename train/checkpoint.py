@@ -105,8 +105,9 @@ class Checkpoints:
     def read(self, abstract: TrainState, step: int | None = None) -> TrainState:
         """The state at `step`, or the newest that can be read, without the data iterator.
 
-        Raises:
-          FileNotFoundError: no such checkpoint, or none at all; lists the steps there are.
+          Raises:
+            FileNotFoundError: no such checkpoint, or none at all; lists the steps there are.
+        ValueError: it is damaged, or of another model.
         """
         steps = sorted(self._manager.all_steps(), reverse=True)
         if not steps or (step is not None and step not in steps):
@@ -117,7 +118,11 @@ class Checkpoints:
                 return self._read(candidate, abstract, {})
             except Exception as error:
                 if candidate == step or candidate == steps[-1]:
-                    raise
+                    others = [other for other in steps if other != candidate]
+                    raise ValueError(
+                        f"checkpoint {candidate} in {self._folder} cannot be read"
+                        f" ({_first_line(error)}); others: {others or 'none'}"
+                    ) from error
                 log.warning("checkpoint %d cannot be read (%s)", candidate, _first_line(error))
         raise AssertionError("unreachable")
 

@@ -1,8 +1,9 @@
-"""Convert models: `python -m train.convert --from PATH --to DIR` or `--to-huggingface DIR`.
+"""Convert models: `python -m train.convert --from PATH --to DIR`, and to other formats.
 
 --to makes a folder that the other commands read on any mesh, from a Hugging Face Llama, an official
 TAPE checkpoint or a GGUF file. --to-huggingface makes a Hugging Face folder, from any model that
-the other commands read.
+the other commands read. What a fine-tuning run has trained can be kept alone: --to-adapter writes
+one small file, which --adapter puts on its base again; --to-peft what Hugging Face's PEFT reads.
 """
 
 import dataclasses
@@ -18,18 +19,24 @@ from rich.console import Console
 from rich.progress import track
 
 from tape_jax.config import Precision
-from tape_jax.convert import save_huggingface
+from tape_jax.convert import save_adapter, save_huggingface, save_peft
+from tape_jax.convert.start import flatten
 from tape_jax.lora import merge
+from train.checkpoint import load_config
 from train.mesh import MeshConfig, make_mesh
 from train.model_folder import write_model
-from train.pretrained import Pretrained, find
+from train.pretrained import Pretrained, base_record, find, with_adapter
+from train.step import split
 from train.tokenizer import copy_tokenizer, load_tokenizer
 
 
 def convert(
     source: Annotated[Path, tyro.conf.arg(name="from")],
+    adapter: Path | None = None,
     to: Path | None = None,
     to_huggingface: Path | None = None,
+    to_adapter: Path | None = None,
+    to_peft: Path | None = None,
     step: int | None = None,
     dtype: Precision = "float32",
     mesh: MeshConfig = MeshConfig(),  # noqa: B008 - frozen
@@ -38,8 +45,11 @@ def convert(
 
     Args:
       source: the model: a Hugging Face folder, a .gguf file, a converted model, or a run.
+      adapter: a file of --to-adapter, which is put on that model.
       to: new folder for a model that this project's commands read on any mesh.
       to_huggingface: new folder for a checkpoint in Hugging Face's format.
+      to_adapter: new .safetensors file for what a fine-tuning run has trained, and nothing else.
+      to_peft: new folder for the low-rank updates of a run, as Hugging Face's PEFT has them.
       step: which checkpoint of a run; the newest when None.
       dtype: of the tensors in Hugging Face's format.
       mesh: how this machine's devices are used.
@@ -49,32 +59,38 @@ def convert(
       FileExistsError: a target that exists.
       ValueError: no target, or a model that cannot be converted.
     """
-    targets = [folder for folder in (to, to_huggingface) if folder is not None]
+    asked = {_model: to, _huggingface: to_huggingface, _adapter: to_adapter, _peft: to_peft}
+    targets = {write: path for write, path in asked.items() if path is not None}
     if not targets:
-        raise ValueError("name a target: --to DIR or --to-huggingface DIR")
-    for folder in targets:
-        if folder.exists():
-            raise FileExistsError(f"{folder} exists already; name another, or remove it")
+        raise ValueError("name a target: --to, --to-huggingface, --to-adapter or --to-peft")
+    for path in targets.values():
+        if path.exists():
+            raise FileExistsError(f"{path} exists already; name another, or remove it")
     found, devices = find(source, step), make_mesh(mesh)
+    if adapter is not None:
+        found = with_adapter(found, adapter)
     with jax.set_mesh(devices):
         params = found.read(devices)
-        if to is not None:
-            write_model(
-                to,
-                found.config,
-                params,
-                source=found.name,
-                trained_length=found.trained_length,
-                tokenizer=found.tokenizer,
-            )
-        if to_huggingface is not None:
-            _export(to_huggingface, found, params, dtype)
-    console = Console()
-    for folder in targets:
-        console.print(f"{found.name} is in {folder}", markup=False)
+        for write, path in targets.items():
+            write(path, found, params, dtype)
+    console = Console(highlight=False, soft_wrap=True)
+    for path in targets.values():
+        console.print(f"{found.name} is in {path}", markup=False)
 
 
-def _export(folder: Path, found: Pretrained, params: dict, dtype: Precision) -> None:
+def _model(folder: Path, found: Pretrained, params: dict, dtype: Precision) -> None:
+    """What the other commands read."""
+    write_model(
+        folder,
+        found.config,
+        params,
+        source=found.name,
+        trained_length=found.trained_length,
+        tokenizer=found.tokenizer,
+    )
+
+
+def _huggingface(folder: Path, found: Pretrained, params: dict, dtype: Precision) -> None:
     """The Hugging Face folder, LoRA's factors merged into their kernels, its tokenizer beside."""
     config = found.config
     if config.lora is not None:
@@ -95,6 +111,21 @@ def _export(folder: Path, found: Pretrained, params: dict, dtype: Precision) -> 
             extra_files=files,
             track=lambda names: track(names, "writing"),
         )
+
+
+def _adapter(file: Path, found: Pretrained, params: dict, dtype: Precision) -> None:
+    """What the run has trained, as a file for its base."""
+    record, run = base_record(found.path), load_config(found.path)
+    save_adapter(file, found.config, split(run, params)[0], record.fingerprint)
+
+
+def _peft(folder: Path, found: Pretrained, params: dict, dtype: Precision) -> None:
+    """The run's low-rank updates, and what it trained beside them."""
+    if found.config.lora is None:
+        raise ValueError(f"{found.path} has no low-rank updates: use --to-adapter")
+    record, run = base_record(found.path), load_config(found.path)
+    trained = [path for path in flatten(split(run, params)[0]) if "/lora_" not in path]
+    save_peft(folder, found.config, params, record.path.name, trained=trained)
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -25,7 +25,7 @@ from tape_jax import Transformer
 from tape_jax.cache import new_cache
 from tape_jax.errors import unknown
 from tape_jax.generate import generate
-from train.checkpoint import Checkpoints, load_config
+from train.checkpoint import load_config
 from train.config import TrainConfig
 from train.evals import passkey, perplexity
 from train.evals.runner import Interrupted, Scorer
@@ -35,7 +35,6 @@ from train.loop import evaluate
 from train.mesh import MeshConfig, make_mesh
 from train.pretrained import Pretrained, find
 from train.runlog import RunLog
-from train.step import abstract_state
 from train.tokenizer import Tokenizer, check_fits, load_tokenizer
 
 
@@ -70,10 +69,9 @@ def evaluate_checkpoint(
     config = dataclasses.replace(config, task=task, mesh=mesh)
     config.validate()
     devices = make_mesh(mesh)
-    checkpoints = Checkpoints(workdir, config.keep)
+    model = find(workdir, step)
     with jax.set_mesh(devices), Interrupt() as stop, RunLog(workdir) as log:
-        state = checkpoints.read(abstract_state(config, devices), step)
-        return evaluate(config, workdir, devices, state.params, int(state.step), stop, log)
+        return evaluate(config, workdir, devices, model.read(devices), model.step, stop, log)
 
 
 def evaluate_stability(
@@ -97,12 +95,13 @@ def evaluate_stability(
     mesh, runs = make_mesh(MeshConfig()), []
     for workdir, config in configs.items():
         name = f"{config.model.position.name} ({workdir})"
-        state = Checkpoints(workdir, config.keep).read(abstract_state(config, mesh))
+        model = find(workdir)
+        params = model.read(mesh)
         rows = config.task.probe(seed, sequences)
         found = changes(
-            config.model, state.params, rows, config.task.filler, lambda x, n=name: track(x, n)
+            config.model, params, rows, config.task.filler, lambda x, n=name: track(x, n)
         )
-        runs.append({"run": name, "step": int(state.step), "changes": found})
+        runs.append({"run": name, "step": model.step, "changes": found})
     write_stability(out, runs, sequences)
     console = Console()
     console.print(tabulate(runs))
@@ -200,7 +199,7 @@ def evaluate_passkey(
     jax.eval_shape(lambda: new_cache(model.config, 1, max(lengths)))  # or says why there is none
     about, devices, found = _about(model, words), make_mesh(mesh), []
     with jax.set_mesh(devices), Interrupt() as stop, _bars() as bars:
-        decode = functools.partial(generate, model.config, model.read(devices))
+        decode = functools.partial(generate, model.config, model.read(devices), pad_to=64)
         with contextlib.suppress(Interrupted):
             for length in lengths:
                 show = _bar(bars, f"about {length} tokens")

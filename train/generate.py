@@ -66,17 +66,19 @@ def generate_text(
             "stop": () if words.eos is None else (words.eos,),
         }
         if len(prompt) > 1:
-            _write_all(prompt, generate(config, model.params, ids, max_new_tokens, **how), words)
+            texts = generate(config, model.params, ids, max_new_tokens, **how)
+            _write_all(prompt, ids, texts, words)
         else:
-            _write_out(prompt[0], stream(config, model.params, ids, max_new_tokens, **how), words)
+            steps = stream(config, model.params, ids, max_new_tokens, **how)
+            _write_out(prompt[0], ids[0], steps, words)
 
 
-def _write_out(prompt: str, steps, words: Tokenizer) -> None:
+def _write_out(prompt: str, ids: Sequence[int], steps, words: Tokenizer) -> None:
     """The prompt and then its text piece by piece, until it ends or Ctrl-C."""
     sys.stdout.write(prompt)
     with Interrupt() as stop:
         new = (int(chosen[0]) for chosen in steps if chosen[0] != words.eos)
-        for piece in words.stream_text(new):
+        for piece in words.stream_text(new, after=ids):
             sys.stdout.write(piece)
             sys.stdout.flush()
             if stop():
@@ -84,14 +86,12 @@ def _write_out(prompt: str, steps, words: Tokenizer) -> None:
     sys.stdout.write("\n")
 
 
-def _write_all(
-    prompts: Sequence[str], continued: Sequence[Sequence[int]], words: Tokenizer
-) -> None:
+def _write_all(prompts: Sequence[str], ids, texts, words: Tokenizer) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    for prompt, ids in zip(prompts, continued, strict=True):
-        text = words.decode([token for token in ids if token != words.eos])
-        console.print(f"[bold]{'─' * 20}[/]")
-        console.print(prompt + text, markup=False)
+    for prompt, before, after in zip(prompts, ids, texts, strict=True):
+        new = [token for token in after if token != words.eos]
+        console.rule()
+        console.print(prompt + words.decode(new, after=before), markup=False)
 
 
 def main() -> None:

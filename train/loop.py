@@ -45,7 +45,8 @@ def train(
 ) -> int:
     """Trains until done or told to stop, continuing what `workdir` holds; returns the step.
 
-    With a base its weights are where training starts, as the config's method has it.
+    With a base its weights are where training starts, as the config's method has it, and it is
+    scored before the first step too.
 
     Raises:
       ValueError: a config that cannot work, or a work directory of another one, before anything
@@ -65,6 +66,8 @@ def train(
         checkpoints = Checkpoints(workdir, config.keep)
         try:
             state, frozen = _restore_or_start(config, workdir, mesh, checkpoints, data, log, base)
+            if base is not None and int(state.step) == 0:  # what the method alone has changed
+                evaluate(config, workdir, mesh, join(state.params, frozen), 0, stop, log)
             return _loop(config, workdir, mesh, state, frozen, data, checkpoints, stop, log)
         finally:
             checkpoints.close()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
+from rich.progress import track
 
 from tape_jax import ModelConfig, convert
 from tape_jax.convert.start import parameter_shapes, start_missing
@@ -106,8 +107,29 @@ def extend(params: dict, config: ModelConfig, mesh: jax.sharding.Mesh, seed: int
 # --- The base of a run ----------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
+class BaseRecord:
+    """What a run keeps of its base: where it is, and the fingerprint of its parameters."""
+
+    path: Path
+    fingerprint: str
+
+
 def _base_file(workdir: Path) -> Path:
     return workdir / "base.json"
+
+
+def base_record(workdir: Path) -> BaseRecord:
+    """The record of the base that the run in `workdir` was started from.
+
+    Raises:
+      ValueError: there is none: not a fine-tuning run.
+    """
+    file = _base_file(workdir)
+    if not file.is_file():
+        raise ValueError(f"{workdir} is no fine-tuning run: it has no {file.name}")
+    fields = json.loads(file.read_text())
+    return BaseRecord(Path(fields["path"]), fields["fingerprint"])
 
 
 def base_of(workdir: Path) -> Pretrained | None:
@@ -116,14 +138,13 @@ def base_of(workdir: Path) -> Pretrained | None:
     Raises:
       FileNotFoundError: it is no longer where it was; says how to name its new place.
     """
-    file = _base_file(workdir)
-    if not file.is_file():
+    if not _base_file(workdir).is_file():
         return None
-    path = Path(json.loads(file.read_text())["path"])
+    path = base_record(workdir).path
     if not path.exists():
         raise FileNotFoundError(
             f"{path}, the base of the run in {workdir}, is gone: write its new place as 'path' into"
-            f" {file}, or continue the run with --init"
+            f" {_base_file(workdir)}, or continue the run with --init"
         )
     return find(path)
 
@@ -140,7 +161,7 @@ def read_base(
     """
     params = base.read(mesh)
     found, file = convert.fingerprint(params), _base_file(workdir)
-    if file.is_file() and json.loads(file.read_text())["fingerprint"] != found:
+    if file.is_file() and base_record(workdir).fingerprint != found:
         raise ValueError(
             f"{base.path} is not the base of the run in {workdir}: its weights differ from those"
             f" that {file} describes; name the right one with --init"
@@ -151,6 +172,23 @@ def read_base(
         if base.tokenizer is not None:
             copy_tokenizer(base.tokenizer, workdir)
     return extend(params, config.model, mesh, config.seed)
+
+
+def with_adapter(base: Pretrained, file: Path) -> Pretrained:
+    """The model with what an adapter file holds in place of its own parameters or beside them.
+
+    Raises:
+      FileNotFoundError: no such file.
+      ValueError: no adapter, or, when it is read, one for another base.
+    """
+    config, _ = convert.load_adapter(file)
+
+    def read(mesh):
+        params = base.read(mesh)
+        _, own = convert.load_adapter(file, base=convert.fingerprint(params))
+        return extend(join(params, own), config, mesh, seed=0)
+
+    return dataclasses.replace(base, config=config, read=read)
 
 
 # --- Kinds ----------------------------------------------------------------------------------------
@@ -191,20 +229,26 @@ def _converted(folder: Path, step: int | None) -> Pretrained:
     return Pretrained(folder, about.config, read, _tokenizer_in(folder), about.trained_length)
 
 
+def _reading(steps):
+    return track(steps, "reading", disable=jax.process_index() != 0)
+
+
 def _huggingface(folder: Path, step: int | None) -> Pretrained:
     config, length = convert.read_huggingface_config(folder)
 
     def read(mesh):
-        return convert.load_huggingface(folder, mesh=mesh)[1]
+        return convert.load_huggingface(folder, mesh=mesh, track=_reading)[1]
 
     return Pretrained(folder, config, read, _tokenizer_in(folder), length)
 
 
 def _gguf(file: Path, step: int | None) -> Pretrained:
     config, length = convert.read_gguf_config(file)
-    return Pretrained(
-        file, config, lambda mesh: convert.load_gguf(file, mesh=mesh)[1], file, length
-    )
+
+    def read(mesh):
+        return convert.load_gguf(file, mesh=mesh, track=_reading)[1]
+
+    return Pretrained(file, config, read, file, length)
 
 
 _KINDS: Sequence[tuple[Callable[[Path], bool], Callable[[Path, int | None], Pretrained]]] = (

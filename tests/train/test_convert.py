@@ -130,7 +130,7 @@ def test_model_folders_that_cannot_be_used(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "error: name a target: --to DIR or --to-huggingface DIR"),
+        ([], "error: name a target: --to, --to-huggingface"),
         (["--to", "{llama}"], "error: .*llama exists already"),
         (["--to", "{new}", "--step", "3"], "error: step=3"),
         (["--to", "{new}", "--mesh.tensor", "3"], "error: .*must multiply"),

@@ -13,7 +13,9 @@ from tape_jax import positions
 from tests.tiny import logits, random_params, tiny, tokens
 from tests.train.small import small
 from train import methods
+from train.convert import main as convert
 from train.data.tokens import Tokens, TokensSource
+from train.evaluate import main as evaluate
 from train.finetune import main, on_base
 from train.generate import generate_text
 from train.loop import train
@@ -155,6 +157,36 @@ def test_full_needs_no_base_once_it_runs(base, task, tmp_path):
     opened = open_model(tmp_path / "run", mesh())
     moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), opened.params, base[1])
     assert min(jax.tree.leaves(moved)) > 0
+
+
+def test_what_is_trained_alone_and_on_its_base_again(base, task, tmp_path):
+    folder, _ = base
+    run, other = tmp_path / "run", tmp_path / "other"
+    train(run_of("longlora", task), run, base=find(folder))
+    file, peft, whole = tmp_path / "a.safetensors", tmp_path / "peft", tmp_path / "whole"
+    convert(["--from", str(run), "--to-adapter", str(file), "--to-peft", str(peft)])
+    assert file.stat().st_size < sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+    about = json.loads((peft / "adapter_config.json").read_text())
+    assert (about["r"], about["lora_alpha"]) == (8, 16)
+    assert about["base_model_name_or_path"] == "base"
+    convert(["--from", str(folder), "--adapter", str(file), "--to", str(whole)])
+    ours, theirs = (open_model(path, mesh()) for path in (run, whole))
+    assert ours.config == theirs.config
+    jax.tree.map(np.testing.assert_array_equal, ours.params, theirs.params)
+    write_model(other, BASE, random_params(BASE, seed=1), source="test")
+    with pytest.raises(SystemExit, match="is an adapter for another base"):
+        convert(["--from", str(other), "--adapter", str(file), "--to", str(tmp_path / "no")])
+    with pytest.raises(SystemExit, match="is no fine-tuning run"):
+        convert(["--from", str(folder), "--to-adapter", str(tmp_path / "no")])
+    assert not (tmp_path / "no").exists()
+
+
+def test_scoring_a_run_again(base, task, tmp_path):
+    train(run_of("tape", task), tmp_path, base=find(base[0]))
+    first = final_loss(tmp_path, 4)
+    evaluate(["--workdir", str(tmp_path)])
+    assert final_loss(tmp_path, 4) == first
+    assert final_loss(tmp_path, 0) != first  # what it was before training
 
 
 @pytest.mark.parametrize(
