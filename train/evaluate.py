@@ -2,6 +2,7 @@
 
 task (when no command is named): score a checkpoint on its own task again.
 stability: how much the inside of several runs changes when a sentence is moved.
+progress: the first and last evaluations of several runs, side by side.
 perplexity: of texts, in windows of several lengths.
 passkey: whether a number is found in prompts of several lengths.
 """
@@ -27,7 +28,7 @@ from tape_jax.errors import unknown
 from tape_jax.generate import generate
 from train.checkpoint import load_config
 from train.config import TrainConfig
-from train.evals import passkey, perplexity
+from train.evals import passkey, perplexity, progress
 from train.evals.runner import Interrupted, Scorer
 from train.evals.stability import changes, tabulate, write_stability
 from train.interrupt import Interrupt
@@ -213,6 +214,27 @@ def evaluate_passkey(
     _report(passkey.tabulate(about, found), out, stop)
 
 
+def evaluate_progress(workdirs: tuple[Path, ...], out: Path) -> None:
+    """What several runs have gained: their own first and last evaluations, side by side.
+
+    Args:
+      workdirs: where the runs live; nothing is computed anew.
+      out: folder of progress.json and progress.png.
+
+    Raises:
+      ValueError: no runs, or runs of different tasks.
+      FileNotFoundError: no run or no evaluation in one of the work directories.
+    """
+    runs = [progress.read_run(workdir) for workdir in workdirs]
+    metrics = {run["metric"] for run in runs}
+    if len(metrics) != 1:
+        raise ValueError(f"workdirs: name runs of one task, these have {sorted(metrics)}")
+    progress.write_progress(out, runs)
+    console = Console()
+    console.print(progress.tabulate(runs))
+    console.print(f"kept in {out}", markup=False)
+
+
 def _tokenizer(model: Pretrained, named: Path | None) -> Tokenizer:
     path = named or model.tokenizer
     if path is None:
@@ -248,6 +270,7 @@ def _report(table: Table, out: Path, stop: Interrupt) -> None:
 COMMANDS: Mapping[str, Callable] = {
     "task": evaluate_checkpoint,
     "stability": evaluate_stability,
+    "progress": evaluate_progress,
     "perplexity": evaluate_perplexity,
     "passkey": evaluate_passkey,
 }

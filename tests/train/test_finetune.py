@@ -220,3 +220,27 @@ def test_generating_needs_a_tokenizer(base):
         generate_text(base[0], ("hello",))
     with pytest.raises(ValueError, match="--prompt TEXT is required"):
         generate_text(base[0], ())
+
+
+def test_progress_of_several_runs(base, task, tmp_path):
+    runs = [tmp_path / name for name in ("tape", "lora")]
+    for workdir in runs:
+        train(run_of(workdir.name, task), workdir, base=find(base[0]))
+    out = tmp_path / "out"
+    evaluate(["progress", "--workdirs", *map(str, runs), "--out", str(out)])
+    found = json.loads((out / "progress.json").read_text())
+    assert [(x["run"], x["method"], x["position"]) for x in found] == [
+        ("tape", "tape", "tape"),
+        ("lora", "lora", "rope"),
+    ]
+    for workdir, one in zip(runs, found, strict=True):
+        for step in (0, 4):
+            loss = final_loss(workdir, step)
+            assert next(iter(loss.values())) == pytest.approx(
+                np.log(one["evaluations"][str(step)]["perplexity"]), rel=1e-6
+            )
+    first = [x["evaluations"]["0"]["perplexity"] for x in found]
+    assert first[0] == pytest.approx(first[1], rel=1e-5)  # both compute what the base does
+    assert (out / "progress.png").stat().st_size > 1000
+    with pytest.raises(SystemExit, match="holds no run"):
+        evaluate(["progress", "--workdirs", str(tmp_path), "--out", str(out)])
