@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from tape_jax.config import ModelConfig
+from tape_jax.sharding import constrain
 
 EMPTY = -1
 
@@ -168,14 +169,24 @@ def new_cache(config: ModelConfig, batch: int, size: int) -> Cache:
     if batch < 1 or size < 1:
         raise ValueError(f"a cache needs batch={batch} and size={size} >= 1")
     config.position.default_positions(size)
+    return jax.jit(_empty, static_argnums=(0, 1, 2))(config, batch, size)
+
+
+def _empty(config: ModelConfig, batch: int, size: int) -> Cache:
+    """Zeros, each device its own part of them."""
     shapes, _ = jax.eval_shape(_Probe(config).init_with_output, jax.random.key(0))
     # XLA for CPUs has no product of bfloat16 for some shapes with the heads first.
     here, wide = jax.default_backend(), config.dtype == "float32"
     heads_first = here == "tpu" or (here == "cpu" and wide)
-    both = (config.kv_heads, size) if heads_first else (size, config.kv_heads)
+    if heads_first:
+        sizes, axes = (config.kv_heads, size), ("kv_heads", None)
+    else:
+        sizes, axes = (size, config.kv_heads), (None, "kv_heads")
 
     def zeros(x):
-        return jnp.zeros((config.num_layers, batch, *both, x.shape[-1]), jnp.dtype(config.dtype))
+        whole = (config.num_layers, batch, *sizes, x.shape[-1])
+        empty = jnp.zeros(whole, jnp.dtype(config.dtype))
+        return constrain(empty, "layers", "batch", *axes, None)
 
     slots = Slots(
         jnp.zeros((batch, size), jnp.int32),

@@ -88,7 +88,8 @@ def merge(params: dict, lora: LoRA) -> dict:
             return tree
         if "lora_a" not in tree:
             return {name: visit(branch) for name, branch in tree.items()}
-        update = lora.scale * (tree["lora_a"] @ tree["lora_b"])
+        # Once, and for good: not in an accelerator's default precision.
+        update = lora.scale * jnp.matmul(tree["lora_a"], tree["lora_b"], precision="highest")
         rest = {name: x for name, x in tree.items() if not name.startswith("lora_")}
         return rest | {"kernel": tree["kernel"] + update}
 

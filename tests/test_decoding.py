@@ -10,7 +10,9 @@ import pytest
 from tape_jax import Transformer, positions
 from tape_jax.cache import new_cache
 from tape_jax.generate import Sampling, choose, generate, stream, truncated
+from tape_jax.sharding import parameter_shardings
 from tests.tiny import logits, mostly_slow, random_params, tiny, tokens
+from train.mesh import MeshConfig, make_mesh
 
 NAMES = [*positions.names(), *positions.VARIANTS]
 
@@ -159,3 +161,47 @@ def test_bfloat16_caches_and_states():
     rest, _ = logits(config, params, ids[:, 7:], cache=cache)
     error = np.abs(np.concatenate([first, rest], axis=1) - whole).max()
     assert error < 0.05 * float(whole.std())
+
+
+@pytest.mark.parametrize("name", mostly_slow(["tape", "cope", "alibi"], quick=["tape"]))
+def test_packed_and_padded_in_pieces(name):
+    """Documents that follow each other in a row, with positions of their own, and left padding."""
+    segments = np.array([[0] * 3 + [1] * 4 + [2] * 5, [-1] * 2 + [0] * 7 + [1] * 3])
+    at = np.array([[*range(3), *range(4), *range(5)], [0, 0, *range(7), *range(3)]])
+    config = tiny(position=name, num_kv_heads=2, num_layers=2)
+    params, ids = random_params(config, scale=0.15), tokens(config)
+    whole = logits(config, params, ids, positions=at, segment_ids=segments)
+    cache, pieces = new_cache(config, 2, 15), []
+    for start, end in ((0, 5), (5, 8), (8, 12)):
+        part = slice(start, end)
+        inputs = {"positions": at[:, part], "segment_ids": segments[:, part], "cache": cache}
+        out, cache = logits(config, params, ids[:, part], **inputs)
+        pieces.append(out)
+    difference = np.abs(np.concatenate(pieces, axis=1) - whole)
+    assert difference[segments >= 0].max() < 1e-5
+
+
+MESHES = {
+    "data=2 fsdp=2 tensor=2": MeshConfig(data=2, fsdp=2, tensor=2),
+    "fsdp=4 context=2": MeshConfig(data=1, fsdp=4, context=2),
+    "data=8": MeshConfig(data=8),
+}
+
+
+@pytest.mark.multidevice
+@pytest.mark.parametrize("name", mostly_slow(["tape", "alibi", "cope"], quick=["tape"]))
+@pytest.mark.parametrize("shape", MESHES)
+def test_decoding_on_a_mesh(name, shape):
+    """The texts of one device, from a cache of which each device has its part."""
+    config = tiny(position=name, num_kv_heads=2 if name == "tape" else 4, num_layers=2)
+    params = random_params(config, scale=0.15)
+    prompts = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5], [7, 7], *([k] for k in range(4))]
+    alone = generate(config, params, prompts, 12)
+    mesh = make_mesh(MESHES[shape])
+    with jax.set_mesh(mesh):
+        spread = jax.device_put(params, parameter_shardings(params, mesh))
+        assert generate(config, spread, prompts, 12) == alone
+        assert generate(config, spread, prompts[:1], 12) == alone[:1]
+        kept = new_cache(config, 8, 16).kept.k
+    rows = mesh.shape["data"] * mesh.shape["fsdp"]
+    assert kept.sharding.shard_shape(kept.shape)[1] == 8 // rows

@@ -70,7 +70,7 @@ def convert(
     if adapter is not None:
         found = with_adapter(found, adapter)
     with jax.set_mesh(devices):
-        params = found.read(devices)
+        params, _ = found.read(devices)
         for write, path in targets.items():
             write(path, found, params, dtype)
     console = Console(highlight=False, soft_wrap=True)

@@ -34,9 +34,9 @@ from train.evals.stability import changes, tabulate, write_stability
 from train.interrupt import Interrupt
 from train.loop import evaluate
 from train.mesh import MeshConfig, make_mesh
-from train.pretrained import Pretrained, find
+from train.pretrained import Pretrained, find, tokenizer_of
 from train.runlog import RunLog
-from train.tokenizer import Tokenizer, check_fits, load_tokenizer
+from train.tokenizer import Tokenizer
 
 
 def evaluate_checkpoint(
@@ -72,7 +72,8 @@ def evaluate_checkpoint(
     devices = make_mesh(mesh)
     model = find(workdir, step)
     with jax.set_mesh(devices), Interrupt() as stop, RunLog(workdir) as log:
-        return evaluate(config, workdir, devices, model.read(devices), model.step, stop, log)
+        params, found = model.read(devices)
+        return evaluate(config, workdir, devices, params, found, stop, log)
 
 
 def evaluate_stability(
@@ -96,13 +97,12 @@ def evaluate_stability(
     mesh, runs = make_mesh(MeshConfig()), []
     for workdir, config in configs.items():
         name = f"{config.model.position.name} ({workdir})"
-        model = find(workdir)
-        params = model.read(mesh)
+        params, step = find(workdir).read(mesh)
         rows = config.task.probe(seed, sequences)
         found = changes(
             config.model, params, rows, config.task.filler, lambda x, n=name: track(x, n)
         )
-        runs.append({"run": name, "step": model.step, "changes": found})
+        runs.append({"run": name, "step": step, "changes": found})
     write_stability(out, runs, sequences)
     console = Console()
     console.print(tabulate(runs))
@@ -144,7 +144,7 @@ def evaluate_perplexity(
     perplexity.check_sizes(lengths, stride, max_tokens)
     model = find(workdir, step)
     of_ids = data.suffix in perplexity.TOKEN_FILES
-    words = None if of_ids else _tokenizer(model, tokenizer)
+    words = None if of_ids else tokenizer_of(model, tokenizer)
     documents = perplexity.read_texts(data, words, field, max_tokens)
     perplexity.check_documents(data, documents, lengths, model.config.vocab_size)
     about = _about(model, words) | {
@@ -155,9 +155,8 @@ def evaluate_perplexity(
     }
     devices, found = make_mesh(mesh), {}
     with jax.set_mesh(devices), Interrupt() as stop, _bars() as bars:
-        scorer = Scorer(
-            Transformer(model.config), model.read(devices), devices, tokens_per_device, stop
-        )
+        params, about["step"] = model.read(devices)
+        scorer = Scorer(Transformer(model.config), params, devices, tokens_per_device, stop)
         with contextlib.suppress(Interrupted):
             for length in lengths:
                 show = _bar(bars, f"windows of {length}")
@@ -196,11 +195,12 @@ def evaluate_passkey(
     """
     passkey.check_sizes(lengths, trials)
     model = find(workdir, step)
-    words = _tokenizer(model, tokenizer)
+    words = tokenizer_of(model, tokenizer)
     jax.eval_shape(lambda: new_cache(model.config, 1, max(lengths)))  # or says why there is none
     about, devices, found = _about(model, words), make_mesh(mesh), []
     with jax.set_mesh(devices), Interrupt() as stop, _bars() as bars:
-        decode = functools.partial(generate, model.config, model.read(devices), pad_to=64)
+        params, about["step"] = model.read(devices)
+        decode = functools.partial(generate, model.config, params, pad_to=64)
         with contextlib.suppress(Interrupted):
             for length in lengths:
                 show = _bar(bars, f"about {length} tokens")
@@ -235,18 +235,9 @@ def evaluate_progress(workdirs: tuple[Path, ...], out: Path) -> None:
     console.print(f"kept in {out}", markup=False)
 
 
-def _tokenizer(model: Pretrained, named: Path | None) -> Tokenizer:
-    path = named or model.tokenizer
-    if path is None:
-        raise ValueError(f"{model.path} has no tokenizer: name one with --tokenizer")
-    tokenizer = load_tokenizer(path)
-    check_fits(tokenizer, model.config.vocab_size)
-    return tokenizer
-
-
 def _about(model: Pretrained, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """What was measured, for its JSON."""
-    about = {"model": model.name, "step": model.step, "position": model.config.position.name}
+    about = {"model": model.name, "step": None, "position": model.config.position.name}
     if tokenizer is None:
         return about
     return about | {"tokenizer": tokenizer.name, "vocabulary_sha256": tokenizer.fingerprint}

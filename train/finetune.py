@@ -13,6 +13,8 @@ from absl import flags
 
 import configs
 from tape_jax import ModelConfig
+from tape_jax.convert.start import parameter_shapes
+from train.checkpoint import load_config
 from train.command_line import parse
 from train.config import TrainConfig, differences, to_dict
 from train.loop import NonFiniteError, train
@@ -39,35 +41,71 @@ def on_base(config: TrainConfig, base: ModelConfig) -> TrainConfig:
     return dataclasses.replace(config, model=model)
 
 
-def _check_model_is_free(config: TrainConfig, name: str) -> None:
-    """Raises ValueError when the command line sets what the base or the method decides."""
-    ours, own = (to_dict(c)["model"] for c in (config, configs.get(name)))
-    for field in RUN_FIELDS:
-        del ours[field], own[field]
-    if changed := differences(ours, own, "model."):
+def of_command(config: TrainConfig, name: str, base: ModelConfig) -> TrainConfig:
+    """`on_base`, for a config that a command line has made of the named one.
+
+    A method of the command line that stretches no positions stretches them as the named config's.
+
+    Raises:
+      ValueError: what `on_base` raises, or fields of the model that it decides.
+    """
+    own = configs.get(name)
+    changed = differences(*(_what_it_is(c.model) for c in (config, own)), "model.")
+    if changed:
         raise ValueError(
             "the model is that of --init, changed by --method: leave out\n  " + "\n  ".join(changed)
         )
+    method = config.method.stretched_like(own.method)
+    return on_base(dataclasses.replace(config, method=method), base)
 
 
-def _find_base(init: Path | None, workdir: Path) -> Pretrained:
-    base = find(init) if init is not None else base_of(workdir)
-    if base is None:
-        raise ValueError("--init PATH is required: the model to start from")
-    return base
+def _what_it_is(model: ModelConfig) -> dict:
+    return {field: x for field, x in to_dict(model).items() if field not in RUN_FIELDS}
+
+
+def _resolve(
+    config: TrainConfig, name: str, init: Path | None, workdir: Path
+) -> tuple[TrainConfig, Pretrained | None]:
+    """The config of the run, and its base; None for one that goes on and has no use for it.
+
+    Raises:
+      ValueError, FileNotFoundError: no base, or one that does not fit.
+    """
+    if init is not None or not (workdir / "base.json").is_file():
+        if init is None:
+            raise ValueError("--init PATH is required: the model to start from")
+        base = find(init)
+        return of_command(config, name, base.config), base
+    how = {field: getattr(config.model, field) for field in RUN_FIELDS}
+    method = config.method.stretched_like(configs.get(name).method)
+    model = dataclasses.replace(load_config(workdir).model, **how)
+    config = dataclasses.replace(config, method=method, model=model)
+    trains_all = all(map(method.trains, parameter_shapes(model)))
+    return config, None if trains_all else base_of(workdir)
 
 
 def _warn_of_length(config: TrainConfig, base: Pretrained) -> None:
-    """Says when rows are longer than the base has ever seen and nothing stretches its positions."""
-    known, method = base.trained_length, config.method
-    same = method.base is None and config.model.position == base.config.position
-    if known is not None and config.task.longest > known and same:
-        logging.getLogger("tape_jax").warning(
+    """Says when positions and what the base has seen do not fit together."""
+    log, known = logging.getLogger("tape_jax"), base.trained_length
+    if known is None:
+        return
+    positions = base.config.position, config.model.position
+    stretch = [[getattr(x, field, None) for field in ("base", "scaling")] for x in positions]
+    if config.task.longest > known and stretch[0] == stretch[1]:
+        log.warning(
             "rows of %d tokens are longer than the %d that %s was trained on, and nothing stretches"
             " its positions (--method.scaling.name, --method.base)",
             config.task.longest,
             known,
             base.name,
+        )
+    original = getattr(config.method.scaling, "original", known)
+    if original != known:
+        log.warning(
+            "method.scaling.original=%d, and %s was trained on rows of %d: is that meant?",
+            original,
+            base.name,
+            known,
         )
 
 
@@ -89,10 +127,9 @@ def main() -> None:
     where, config = parse(parents=[options], description=__doc__.splitlines()[0])
     flags.FLAGS.mark_as_parsed()  # grain's workers read absl flags
     try:
-        _check_model_is_free(config, where.config)
-        base = _find_base(where.init, where.workdir)
-        config = on_base(config, base.config)
-        _warn_of_length(config, base)
+        config, base = _resolve(config, where.config, where.init, where.workdir)
+        if base is not None:
+            _warn_of_length(config, base)
         train(config, where.workdir, where.allow_config_change, base)
     except (ValueError, FileNotFoundError, NonFiniteError) as error:
         raise SystemExit(f"error: {error}") from None

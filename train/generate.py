@@ -14,8 +14,8 @@ from tape_jax.config import Precision
 from tape_jax.generate import Sampling, generate, stream
 from train.interrupt import Interrupt
 from train.mesh import MeshConfig, make_mesh
-from train.pretrained import open_model
-from train.tokenizer import Tokenizer, check_fits, load_tokenizer
+from train.pretrained import find, tokenizer_of
+from train.tokenizer import Tokenizer
 
 
 def generate_text(
@@ -49,27 +49,21 @@ def generate_text(
     """
     if not prompt:
         raise ValueError("--prompt TEXT is required: what to continue")
+    model = find(workdir, step)
+    words, config = tokenizer_of(model, tokenizer), model.config
+    if dtype is not None:
+        config = dataclasses.replace(config, dtype=dtype)
     devices = make_mesh(mesh)
     with jax.set_mesh(devices):
-        model = open_model(workdir, devices, step)
-        if (found := tokenizer or model.tokenizer) is None:
-            raise ValueError(f"{workdir} has no tokenizer: name one with --tokenizer")
-        words = load_tokenizer(found)
-        check_fits(words, model.config.vocab_size)
-        config = model.config
-        if dtype is not None:
-            config = dataclasses.replace(config, dtype=dtype)
+        params, _ = model.read(devices)
         ids = [words.encode(text) for text in prompt]
-        how = {
-            "sampling": sampling,
-            "seed": seed,
-            "stop": () if words.eos is None else (words.eos,),
-        }
+        stop = () if words.eos is None else (words.eos,)
+        how = {"sampling": sampling, "seed": seed, "stop": stop}
         if len(prompt) > 1:
-            texts = generate(config, model.params, ids, max_new_tokens, **how)
+            texts = generate(config, params, ids, max_new_tokens, **how)
             _write_all(prompt, ids, texts, words)
         else:
-            steps = stream(config, model.params, ids, max_new_tokens, **how)
+            steps = stream(config, params, ids, max_new_tokens, **how)
             _write_out(prompt[0], ids[0], steps, words)
 
 

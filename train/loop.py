@@ -15,7 +15,7 @@ from train.evals.runner import Interrupted, Scorer
 from train.interrupt import Interrupt
 from train.mesh import make_mesh
 from train.methods import Method
-from train.pretrained import Pretrained, read_base
+from train.pretrained import Pretrained, start_from
 from train.report import write_report
 from train.runlog import RunLog
 from train.step import (
@@ -54,11 +54,7 @@ def train(
       NonFiniteError: a loss or gradient that is not finite; the newest checkpoint is from before.
     """
     config.validate()
-    if (base is None) != (type(config.method) is Method):
-        raise ValueError(
-            f"method.name={config.method.name!r}: a method other than 'scratch' changes a model"
-            " that is there already, so use train.finetune with --init"
-        )
+    _check_base(config, workdir, base)
     claim_workdir(workdir, config, allow_config_change)
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh), Interrupt() as stop, RunLog(workdir) as log:
@@ -73,6 +69,17 @@ def train(
             checkpoints.close()
 
 
+def _check_base(config, workdir, base):
+    """Raises ValueError when training has no base and needs one, or has one and needs none."""
+    goes_on = (workdir / "checkpoints").is_dir()
+    scratch = type(config.method) is Method
+    if (scratch and base is not None) or not (scratch or base is not None or goes_on):
+        raise ValueError(
+            f"method.name={config.method.name!r}: a method other than 'scratch' changes a model"
+            " that is there already, so use train.finetune with --init"
+        )
+
+
 def _restore_or_start(
     config, workdir, mesh, checkpoints, data, log, base
 ) -> tuple[TrainState, dict]:
@@ -84,10 +91,12 @@ def _restore_or_start(
     abstract = abstract_state(config, mesh)
     state, frozen = checkpoints.restore(abstract, data), {}
     wants_frozen = bool(split(config, abstract_params(config, mesh))[1])
+    if base is None and wants_frozen:
+        raise ValueError(f"the run in {workdir} needs its base: name it with --init")
     where = shardings_of(abstract)
     if base is not None and (state is None or wants_frozen):
         log.say(f"reading {base.path}")
-        trained, frozen = split(config, read_base(base, config, mesh, workdir))
+        trained, frozen = split(config, start_from(base, config, mesh, workdir))
         if state is None:
             counts = count_parameters(trained), count_parameters(frozen)
             log.say(f"starting from it: {counts[0]:,} of {sum(counts):,} parameters are trained")

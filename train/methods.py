@@ -73,6 +73,12 @@ class Method:
         base = position.base if self.base is None else self.base
         return dataclasses.replace(position, base=base, scaling=scaling)
 
+    def stretched_like(self, other: Method) -> Method:
+        """With base and scaling of another method, if this one sets neither."""
+        if self.base is not None or self.scaling != positions.Scaling():
+            return self
+        return dataclasses.replace(self, base=other.base, scaling=other.scaling)
+
     def trains(self, path: str) -> bool:
         """Whether the parameter at this slash-separated path is trained."""
         return True
@@ -116,8 +122,8 @@ class TapeMethod(Method):
             return dataclasses.replace(model, position=stretched)
         if type(stretched) is not positions.RoPE or stretched.log_length is not None:
             raise ValueError(
-                f"TAPE starts from plain rotations, and the checkpoint's positions are"
-                f" {stretched.name!r} {'with log_length' if stretched.name == 'rope' else ''}"
+                "TAPE starts from plain rotations (no log_length), and the checkpoint's positions"
+                f" are {stretched.name!r}"
             )
         flavour: dict[str, Any] = _FLAVOURS[self.reading]
         tape = positions.Tape(
@@ -180,6 +186,10 @@ class LoraMethod(Method):
         """The base with updates beside its projections."""
         if model.lora is not None:
             raise ValueError("the checkpoint already has low-rank updates: merge them first")
+        if "head" in self.also and model.tie_embeddings:
+            raise ValueError(
+                "method.also has 'head', and this model's head is its embedding: use 'embeddings'"
+            )
         return dataclasses.replace(super().adapt(model), lora=self.lora)
 
     def trains(self, path):
@@ -203,8 +213,9 @@ METHODS: Mapping[str, type[Method]] = {
 VARIANTS: Mapping[str, Method] = {
     # LongLoRA: sparse training, embeddings and norms too (section 3.3 there).
     "longlora": LoraMethod(also=("embeddings", "norms"), groups=4),
-    # The TAPE paper's "theta scaling" is LoRA with a larger base.
+    # A larger base; the TAPE paper's baseline of that name divides positions by 2 as well.
     "theta": LoraMethod(base=1e6),
+    "theta-linear": LoraMethod(base=1e6, scaling=positions.LinearScaling(2.0)),
     "pi": LoraMethod(scaling=positions.LinearScaling(2.0)),
     "yarn": LoraMethod(scaling=positions.YarnScaling(2.0, 4096)),
 }

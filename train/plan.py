@@ -22,10 +22,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from rich.console import Console
 from rich.table import Table
 
+import configs
 from tape_jax.sharding import MESH_AXES, partition_spec
 from train import targets
 from train.command_line import parse
 from train.config import TrainConfig
+from train.finetune import of_command
+from train.pretrained import find
 from train.step import abstract_params, abstract_state, jit_train_step, split
 
 FUSED = {"cuda": "pallas", "tpu": "tpu"}
@@ -62,7 +65,8 @@ class Plan:
 
     Attributes:
       weights, optimizer: of the arguments, what lies on one device; frozen weights included.
-      arguments: everything that goes in; the new state takes the old one's place.
+      arguments: everything that goes in.
+      results: what comes out beside that: the new state takes the old one's place.
       temporaries: at the same time, at most.
       memory: of one device; None when it is not known.
       largest: (bytes on one device, shape there, name) of the largest arrays that go in.
@@ -72,6 +76,7 @@ class Plan:
     weights: int
     optimizer: int
     arguments: int
+    results: int
     temporaries: int
     memory: int | None
     largest: list[tuple[int, str, str]]
@@ -79,8 +84,8 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Arguments and temporaries."""
-        return self.arguments + self.temporaries
+        """All of these together."""
+        return self.arguments + self.results + self.temporaries
 
     @property
     def fits(self) -> bool | None:
@@ -116,6 +121,7 @@ def make_plan(config: TrainConfig, target: str, count: int, listed: int = 8) -> 
         weights=sum(size for size, *_ in weights),
         optimizer=sum(size for size, *_ in optimizer),
         arguments=memory.argument_size_in_bytes,
+        results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
         memory=targets.TARGETS[target].memory,
         largest=sorted(weights + optimizer, reverse=True)[:listed],
@@ -180,8 +186,21 @@ def show(plan: Plan, config: TrainConfig, target: str, count: int) -> None:
 
 
 def _summary(plan: Plan) -> list[tuple[int, str]]:
-    names = ("weights", "optimizer", "arguments", "temporaries", "peak")
+    names = ("weights", "optimizer", "arguments", "results", "temporaries", "peak")
     return [(getattr(plan, name), name) for name in names]
+
+
+def _of_command(config: TrainConfig, name: str, init: Path | None) -> TrainConfig:
+    """The config that `train.finetune` would train from `init`, if one is named.
+
+    Raises:
+      ValueError: another method than the named config's, whose model is not known without a base.
+    """
+    if init is not None:
+        return of_command(config, name, find(init).config)
+    if config.method != configs.get(name).method:
+        raise ValueError("--method changes the model of a base: name it with --init")
+    return config
 
 
 def main() -> None:
@@ -191,14 +210,16 @@ def main() -> None:
     known = ", ".join(targets.TARGETS)
     options.add_argument("--target", required=True, help=f"the kind of device: {known}")
     options.add_argument("--devices", type=int, default=1, help="how many of them")
+    options.add_argument("--init", type=Path, help="a model to fine-tune; its config is read only")
     options.add_argument("--output", type=Path, help="a JSON file for the figures")
     about = __doc__.splitlines()[0]
     ours, config = parse(parents=[options], description=about, needs_workdir=False)
     try:
         if ours.target not in targets.TARGETS:
             raise ValueError(f"--target {ours.target} is not described; known: {known}")
+        config = _of_command(config, ours.config, ours.init)
         plan = make_plan(config, ours.target, ours.devices)
-    except (ValueError, ModuleNotFoundError) as error:
+    except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
         raise SystemExit(f"error: {error}") from None
     show(plan, config, ours.target, ours.devices)
     if ours.output is not None:

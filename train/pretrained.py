@@ -20,7 +20,13 @@ from train import model_folder
 from train.checkpoint import Checkpoints, load_config
 from train.config import TrainConfig
 from train.step import abstract_params, abstract_state, join, split
-from train.tokenizer import copy_tokenizer, has_tokenizer
+from train.tokenizer import (
+    Tokenizer,
+    check_fits,
+    copy_tokenizer,
+    has_tokenizer,
+    load_tokenizer,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,18 +36,19 @@ class Pretrained:
     Attributes:
       path: where it is.
       config: of the model.
-      read: (mesh) -> its parameters, sharded as `tape_jax.sharding` says.
+      read: (mesh) -> its parameters, sharded as `tape_jax.sharding` says, and the step of the
+        checkpoint that they are from (None: of no run).
       tokenizer: what `train.tokenizer.load_tokenizer` takes; None when there is none.
       trained_length: tokens of a row in its training, when that is known.
-      step: of a run's checkpoint.
+      has_steps: whether it is a run, with checkpoints to choose from.
     """
 
     path: Path
     config: ModelConfig
-    read: Callable[[jax.sharding.Mesh], dict]
+    read: Callable[[jax.sharding.Mesh], tuple[dict, int | None]]
     tokenizer: Path | None = None
     trained_length: int | None = None
-    step: int | None = None
+    has_steps: bool = False
 
     @property
     def name(self) -> str:
@@ -49,25 +56,8 @@ class Pretrained:
         return self.path.resolve().name
 
 
-@dataclasses.dataclass(frozen=True)
-class Opened:
-    """A model with its parameters; fields as in `Pretrained`."""
-
-    config: ModelConfig
-    params: dict
-    tokenizer: Path | None
-    step: int | None
-    name: str
-
-
-def open_model(path: Path, mesh: jax.sharding.Mesh, step: int | None = None) -> Opened:
-    """Finds and reads a model; see `find`."""
-    found = find(path, step)
-    return Opened(found.config, found.read(mesh), found.tokenizer, found.step, found.name)
-
-
 def find(path: Path, step: int | None = None) -> Pretrained:
-    """What is at this path; a run's newest checkpoint, or the one of `step`.
+    """What is at this path; a run's newest checkpoint that can be read, or the one of `step`.
 
     Raises:
       FileNotFoundError: nothing that holds a model, or no such checkpoint.
@@ -76,13 +66,28 @@ def find(path: Path, step: int | None = None) -> Pretrained:
     for is_one, describe in _KINDS:
         if is_one(path):
             found = describe(path, step)
-            if step is not None and found.step is None:
+            if step is not None and not found.has_steps:
                 raise ValueError(f"step={step}: {path} is no run, it has one state only")
             return found
     raise FileNotFoundError(
         f"{path} holds no model: expected a run's or a converted model's folder, a folder with"
         " config.json and *.safetensors, or a .gguf file"
     )
+
+
+def tokenizer_of(model: Pretrained, named: Path | None = None) -> Tokenizer:
+    """The model's tokenizer, or the one at the path named instead.
+
+    Raises:
+      ValueError: there is none, or it has ids that the model does not know.
+      FileNotFoundError: nothing at that path.
+    """
+    path = named or model.tokenizer
+    if path is None:
+        raise ValueError(f"{model.path} has no tokenizer: name one with --tokenizer")
+    tokenizer = load_tokenizer(path)
+    check_fits(tokenizer, model.config.vocab_size)
+    return tokenizer
 
 
 def extend(params: dict, config: ModelConfig, mesh: jax.sharding.Mesh, seed: int) -> dict:
@@ -149,29 +154,37 @@ def base_of(workdir: Path) -> Pretrained | None:
     return find(path)
 
 
-def read_base(
+def start_from(
     base: Pretrained, config: TrainConfig, mesh: jax.sharding.Mesh, workdir: Path
 ) -> dict:
-    """All parameters of the run's model from its base, those that the method adds newly started.
+    """All parameters of the run's model: the base's, and newly started what the method adds.
 
     The run keeps where the base is, its fingerprint and a copy of its tokenizer.
 
     Raises:
       ValueError: not the base that the run was started from, or one that does not fit its model.
     """
-    params = base.read(mesh)
-    found, file = convert.fingerprint(params), _base_file(workdir)
-    if file.is_file() and base_record(workdir).fingerprint != found:
+    params = _checked(base, mesh, workdir)
+    if jax.process_index() == 0:
+        record = {"path": str(base.path.resolve()), "fingerprint": convert.fingerprint(params)}
+        partial = workdir / ".base.json.partial"
+        partial.write_text(json.dumps(record, indent=2) + "\n")
+        partial.replace(_base_file(workdir))
+        if base.tokenizer is not None:
+            copy_tokenizer(base.tokenizer, workdir)
+    return extend(params, config.model, mesh, config.seed)
+
+
+def _checked(base: Pretrained, mesh: jax.sharding.Mesh, workdir: Path) -> dict:
+    """The base's parameters, which are those that the run in `workdir` was started from."""
+    params, _ = base.read(mesh)
+    file = _base_file(workdir)
+    if file.is_file() and base_record(workdir).fingerprint != convert.fingerprint(params):
         raise ValueError(
             f"{base.path} is not the base of the run in {workdir}: its weights differ from those"
             f" that {file} describes; name the right one with --init"
         )
-    if jax.process_index() == 0:
-        record = {"path": str(base.path.resolve()), "fingerprint": found}
-        file.write_text(json.dumps(record, indent=2) + "\n")
-        if base.tokenizer is not None:
-            copy_tokenizer(base.tokenizer, workdir)
-    return extend(params, config.model, mesh, config.seed)
+    return params
 
 
 def with_adapter(base: Pretrained, file: Path) -> Pretrained:
@@ -184,9 +197,9 @@ def with_adapter(base: Pretrained, file: Path) -> Pretrained:
     config, _ = convert.load_adapter(file)
 
     def read(mesh):
-        params = base.read(mesh)
+        params, step = base.read(mesh)
         _, own = convert.load_adapter(file, base=convert.fingerprint(params))
-        return extend(join(params, own), config, mesh, seed=0)
+        return extend(join(params, own), config, mesh, seed=0), step
 
     return dataclasses.replace(base, config=config, read=read)
 
@@ -206,25 +219,25 @@ def _tokenizer_in(folder: Path) -> Path | None:
 def _run(workdir: Path, step: int | None) -> Pretrained:
     config = load_config(workdir)
     checkpoints = Checkpoints(workdir, config.keep)
-    step = checkpoints.newest() if step is None else step
 
     def read(mesh):
-        trained = checkpoints.read(abstract_state(config, mesh), step).params
-        if not split(config, abstract_params(config, mesh))[1]:
-            return trained
-        if (base := base_of(workdir)) is None:
-            raise FileNotFoundError(f"{_base_file(workdir)} is missing: it says where the base is")
-        return join(trained, split(config, read_base(base, config, mesh, workdir))[1])
+        state = checkpoints.read(abstract_state(config, mesh), step)
+        params = state.params
+        if split(config, abstract_params(config, mesh))[1]:
+            if (base := base_of(workdir)) is None:
+                raise FileNotFoundError(f"{_base_file(workdir)} is missing: it names the base")
+            params = join(_checked(base, mesh, workdir), params)
+        return params, int(state.step)
 
     length = config.task.length
-    return Pretrained(workdir, config.model, read, _tokenizer_in(workdir), length, step)
+    return Pretrained(workdir, config.model, read, _tokenizer_in(workdir), length, has_steps=True)
 
 
 def _converted(folder: Path, step: int | None) -> Pretrained:
     about = model_folder.read_model(folder)
 
     def read(mesh):
-        return model_folder.read_params(folder, about.config, mesh)
+        return model_folder.read_params(folder, about.config, mesh), None
 
     return Pretrained(folder, about.config, read, _tokenizer_in(folder), about.trained_length)
 
@@ -237,7 +250,7 @@ def _huggingface(folder: Path, step: int | None) -> Pretrained:
     config, length = convert.read_huggingface_config(folder)
 
     def read(mesh):
-        return convert.load_huggingface(folder, mesh=mesh, track=_reading)[1]
+        return convert.load_huggingface(folder, mesh=mesh, track=_reading)[1], None
 
     return Pretrained(folder, config, read, _tokenizer_in(folder), length)
 
@@ -246,7 +259,7 @@ def _gguf(file: Path, step: int | None) -> Pretrained:
     config, length = convert.read_gguf_config(file)
 
     def read(mesh):
-        return convert.load_gguf(file, mesh=mesh, track=_reading)[1]
+        return convert.load_gguf(file, mesh=mesh, track=_reading)[1], None
 
     return Pretrained(file, config, read, file, length)
 

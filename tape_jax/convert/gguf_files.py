@@ -37,8 +37,17 @@ _KEYS = {
 }
 """Their key, after "llama." -> Hugging Face's."""
 
-_REFUSED = ("expert_count", "attention.sliding_window")
-"""Keys of models that are more than a Llama, when they are not 0."""
+_REFUSED = (
+    "expert_count",
+    "attention.sliding_window",
+    "rope.scale_linear",
+    "rope.scaling.attn_factor",
+    "rope.scaling.yarn_ext_factor",
+    "rope.scaling.yarn_attn_factor",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+)
+"""Keys of what is more than a Llama, or another scaling than ours, when they are not 0."""
 
 _SCALINGS: Mapping[str, Callable[[Mapping[str, Any]], dict | None]] = {
     "none": lambda keys: None,
@@ -215,18 +224,17 @@ def _name(name: str) -> str:
 
 
 def _source(name, tensor, keys) -> Source:
-    rows, shape = tensor.data, tuple(int(n) for n in reversed(tensor.shape))
-    part = name.split(".")[-2]
+    shape = tuple(int(n) for n in reversed(tensor.shape))
+    part, order = name.split(".")[-2], None
     if part in _PERMUTED:
         every = keys["attention.head_count"]
-        rows = _halves(rows, keys.get(_PERMUTED[part], every))
-    return Quantised(rows, tensor.tensor_type, shape)
+        order = _halves(shape[0], keys.get(_PERMUTED[part], every))
+    return Quantised(tensor.data, tensor.tensor_type, shape, order)
 
 
-def _halves(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows (heads d, ...) whose pairs within a head are interleaved, with its halves in order."""
-    pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(rows.shape)
+def _halves(rows: int, heads: int) -> np.ndarray:
+    """The rows (heads d), whose pairs within a head are interleaved, in the order of its halves."""
+    return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).ravel()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,11 +245,13 @@ class Quantised:
       rows: its bytes or numbers as they are in the file, mapped into memory, a row at a time.
       kind: gguf's quantisation type.
       shape: of the numbers.
+      order: rows of the file in the order wanted; None: as they are.
     """
 
     rows: np.ndarray
     kind: Any
     shape: tuple[int, ...]
+    order: np.ndarray | None = None
     dtype: np.dtype = dataclasses.field(default=np.dtype(np.float32))
 
     def read(self, index: Index = ()) -> np.ndarray:
@@ -252,7 +262,7 @@ class Quantised:
         """
         import gguf
 
-        rows = self.rows[index[:1]]
+        rows = self.rows[index[:1] if self.order is None else self.order[index[:1]]]
         try:
             numbers = gguf.quants.dequantize(rows, self.kind)
         except NotImplementedError as error:

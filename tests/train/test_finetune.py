@@ -16,13 +16,13 @@ from train import methods
 from train.convert import main as convert
 from train.data.tokens import Tokens, TokensSource
 from train.evaluate import main as evaluate
-from train.finetune import main, on_base
+from train.finetune import _resolve, _warn_of_length, main, on_base
 from train.generate import generate_text
 from train.loop import train
 from train.mesh import MeshConfig, make_mesh
 from train.model_folder import write_model
 from train.optimizer import OptimizerConfig
-from train.pretrained import base_of, find, open_model
+from train.pretrained import base_of, find
 
 BASE = tiny(position="rope", num_kv_heads=2, num_layers=2)
 LENGTH = 16
@@ -67,6 +67,15 @@ def mesh():
     return make_mesh(MeshConfig())
 
 
+def params_of(path):
+    return find(path).read(mesh())[0]
+
+
+def base_of_command(config, workdir):
+    """The base that the command finds for a run to be continued without --init."""
+    return _resolve(config, "smollm2-tape", None, workdir)[1]
+
+
 def final_loss(workdir, step):
     return json.loads((workdir / f"eval/step-{step:08d}/loss.json").read_text())["loss"]
 
@@ -93,7 +102,7 @@ def test_a_run_goes_on_as_if_never_stopped(name, base, task, tmp_path, monkeypat
         train(config, cut, base=find(folder))
     train(config, cut, base=base_of(cut))
     assert final_loss(cut, 4) == final_loss(through, 4)
-    one, other = (open_model(workdir, mesh()).params for workdir in (through, cut))
+    one, other = map(params_of, (through, cut))
     jax.tree.map(np.testing.assert_array_equal, one, other)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         same = one
@@ -109,11 +118,13 @@ def test_a_new_run_computes_what_its_base_does(base, task, tmp_path):
         config, optimizer=dataclasses.replace(config.optimizer, learning_rate=1e-30)
     )
     train(config, tmp_path / "run", base=find(folder))
-    opened = open_model(tmp_path / "run", mesh())
+    opened = find(tmp_path / "run")
     assert opened.config.position == positions.Tape()
     ids = tokens(BASE)
     want = logits(BASE, params, ids)
-    np.testing.assert_allclose(logits(opened.config, opened.params, ids), want, atol=1e-6)
+    np.testing.assert_allclose(
+        logits(opened.config, params_of(tmp_path / "run"), ids), want, atol=1e-6
+    )
 
 
 def test_a_checkpoint_holds_what_is_trained(base, task, tmp_path):
@@ -147,16 +158,38 @@ def test_a_base_that_is_gone(base, task, tmp_path):
     train(run_of("lora", task), tmp_path / "run", base=find(tmp_path / "base"))
     shutil.rmtree(tmp_path / "base")
     with pytest.raises(FileNotFoundError, match=r"the base of the run in .* is gone"):
-        open_model(tmp_path / "run", mesh())
+        params_of(tmp_path / "run")
+
+
+def test_a_damaged_checkpoint_is_stepped_over(base, task, tmp_path):
+    train(run_of("tape", task), tmp_path, base=find(base[0]))
+    newest = tmp_path / "checkpoints/4/state"
+    for file in newest.rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"")
+    assert find(tmp_path).read(mesh())[1] == 2
+    with pytest.raises(ValueError, match=r"checkpoint 4 .* cannot be read .*others: \[2\]"):
+        find(tmp_path, 4).read(mesh())
+
+
+def test_reading_a_run_changes_nothing_in_it(base, task, tmp_path):
+    train(run_of("tape", task), tmp_path, base=find(base[0]))
+    before = {f: (f.stat().st_mtime_ns, f.read_bytes()) for f in tmp_path.glob("*.json")}
+    params_of(tmp_path)
+    assert {f: (f.stat().st_mtime_ns, f.read_bytes()) for f in tmp_path.glob("*.json")} == before
 
 
 def test_full_needs_no_base_once_it_runs(base, task, tmp_path):
     shutil.copytree(base[0], tmp_path / "base")
     train(run_of("full", task), tmp_path / "run", base=find(tmp_path / "base"))
     shutil.rmtree(tmp_path / "base")
-    opened = open_model(tmp_path / "run", mesh())
-    moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), opened.params, base[1])
+    params = params_of(tmp_path / "run")
+    moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), params, base[1])
     assert min(jax.tree.leaves(moved)) > 0
+    assert base_of_command(run_of("full", task, steps=6), tmp_path / "run") is None
+    train(run_of("full", task, steps=6), tmp_path / "run", allow_config_change=True)
+    with pytest.raises(FileNotFoundError, match="is gone"):
+        base_of_command(run_of("lora", task), tmp_path / "run")
 
 
 def test_what_is_trained_alone_and_on_its_base_again(base, task, tmp_path):
@@ -170,9 +203,8 @@ def test_what_is_trained_alone_and_on_its_base_again(base, task, tmp_path):
     assert (about["r"], about["lora_alpha"]) == (8, 16)
     assert about["base_model_name_or_path"] == "base"
     convert(["--from", str(folder), "--adapter", str(file), "--to", str(whole)])
-    ours, theirs = (open_model(path, mesh()) for path in (run, whole))
-    assert ours.config == theirs.config
-    jax.tree.map(np.testing.assert_array_equal, ours.params, theirs.params)
+    assert find(run).config == find(whole).config
+    jax.tree.map(np.testing.assert_array_equal, *map(params_of, (run, whole)))
     write_model(other, BASE, random_params(BASE, seed=1), source="test")
     with pytest.raises(SystemExit, match="is an adapter for another base"):
         convert(["--from", str(other), "--adapter", str(file), "--to", str(tmp_path / "no")])
@@ -206,6 +238,23 @@ def test_commands_that_cannot_run(flags, message, base, tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match=message):
         main()
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("method", [methods.TapeMethod, methods.LoraMethod, methods.Full])
+@pytest.mark.parametrize(
+    ("stretch", "length", "warned"),
+    [
+        ({}, 4 * LENGTH, False),
+        ({}, 4 * LENGTH + 1, True),
+        ({"base": 1e6}, 80, False),
+        ({"scaling": positions.LinearScaling(2.0)}, 80, False),
+    ],
+)
+def test_rows_beyond_what_the_base_has_seen(method, stretch, length, warned, base, caplog):
+    """A change of encoding alone, such as to TAPE, stretches nothing."""
+    config = small(method=method(**stretch), task=Tokens(sequence_length=length))
+    _warn_of_length(on_base(config, BASE), find(base[0]))
+    assert ("longer than the 64 that base was trained on" in caplog.text) == warned
 
 
 def test_training_from_nothing_with_a_method(task, tmp_path):

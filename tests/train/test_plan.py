@@ -6,11 +6,15 @@ import jax
 import pytest
 
 import configs
+from tape_jax import positions
 from tests.target import device
-from tests.tiny import tiny
+from tests.tiny import random_params, tiny
 from train import methods, targets
-from train.plan import largest_arrays, make_plan
+from train.model_folder import write_model
+from train.plan import _of_command, largest_arrays, make_plan
 from train.step import count_parameters, init_params, split
+
+BASE = tiny(position="rope")
 
 HLO = """HloModule jit_step
 
@@ -87,6 +91,19 @@ def test_plans_that_cannot_be(change, count, message):
     config = dataclasses.replace(small("lora"), **change)
     with pytest.raises(ValueError, match=message):
         make_plan(config, "h200", count)
+
+
+def test_another_method_needs_a_base(tmp_path):
+    """Its model, which the named config does not have, is what has to be planned."""
+    named = configs.get("llama2-7b-8k")
+    assert _of_command(named, named.name, None) == named
+    lora = dataclasses.replace(named, method=methods.get("lora"))
+    with pytest.raises(ValueError, match="name it with --init"):
+        _of_command(lora, named.name, None)
+    write_model(tmp_path / "base", BASE, random_params(BASE), source="test")
+    found = _of_command(lora, named.name, tmp_path / "base")
+    assert found.model.lora is not None and found.model.hidden_size == BASE.hidden_size
+    assert found.model.position == positions.RoPE(scaling=positions.LinearScaling(2.0))
 
 
 def test_topologies_that_are_not_described():

@@ -77,7 +77,10 @@ def draw(runs: Sequence[Run]) -> Figure:
                 f"{last:.3g}", (last, place), (0, 6), textcoords="offset points", ha="center"
             )
         panel.set(title=name, xscale="log")
-        panel.margins(y=0.2)
+        panel.xaxis.set_major_formatter("{x:.4g}")
+        panel.xaxis.set_minor_formatter("{x:.4g}")
+        panel.tick_params(axis="x", which="both", labelrotation=45, labelsize="small")
+        panel.margins(x=0.15, y=0.2)
         panel.grid(axis="x", which="both", alpha=0.3)
     panels[0].set_yticks(range(len(runs)), [run["run"] for run in runs])
     panels[0].invert_yaxis()
