@@ -9,7 +9,7 @@ one small file, which --adapter puts on its base again; --to-peft what Hugging F
 import dataclasses
 import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +20,7 @@ from rich.progress import track
 
 from tape_jax.config import Precision
 from tape_jax.convert import save_adapter, save_huggingface, save_peft
+from tape_jax.convert.configs import write_config
 from tape_jax.convert.start import flatten
 from tape_jax.lora import merge
 from train.checkpoint import load_config
@@ -69,6 +70,7 @@ def convert(
     found, devices = find(source, step), make_mesh(mesh)
     if adapter is not None:
         found = with_adapter(found, adapter)
+    _check(found, targets)
     with jax.set_mesh(devices):
         params, _ = found.read(devices)
         for write, path in targets.items():
@@ -76,6 +78,16 @@ def convert(
     console = Console(highlight=False, soft_wrap=True)
     for path in targets.values():
         console.print(f"{found.name} is in {path}", markup=False)
+
+
+def _check(found: Pretrained, targets: Container[Callable]) -> None:
+    """Raises ValueError for a target that this model cannot be written to."""
+    if _huggingface in targets:
+        write_config(dataclasses.replace(found.config, lora=None), dtype="float32")
+    if _adapter in targets or _peft in targets:
+        base_record(found.path)
+    if _peft in targets and found.config.lora is None:
+        raise ValueError(f"{found.path} has no low-rank updates: use --to-adapter")
 
 
 def _model(folder: Path, found: Pretrained, params: dict, dtype: Precision) -> None:
@@ -121,8 +133,6 @@ def _adapter(file: Path, found: Pretrained, params: dict, dtype: Precision) -> N
 
 def _peft(folder: Path, found: Pretrained, params: dict, dtype: Precision) -> None:
     """The run's low-rank updates, and what it trained beside them."""
-    if found.config.lora is None:
-        raise ValueError(f"{found.path} has no low-rank updates: use --to-adapter")
     record, run = base_record(found.path), load_config(found.path)
     trained = [path for path in flatten(split(run, params)[0]) if "/lora_" not in path]
     save_peft(folder, found.config, params, record.path.name, trained=trained)

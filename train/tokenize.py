@@ -131,7 +131,7 @@ class _Part:
     def __enter__(self) -> _Part:
         """Opens the file."""
         state = json.loads(self._state.read_text()) if self._state.exists() else {}
-        again = state.get("record") == self._record and self._path.exists()
+        again = state.get("record") == self._record and self._is_whole(state["tokens"])
         self._file = self._path.open("r+b" if again else "w+b")
         self._state.unlink(missing_ok=True)
         if again:
@@ -173,11 +173,17 @@ class _Part:
         self._file.write(self._head())
         self._file.close()
         record = self._record | {"documents": self.documents, "tokens": self.tokens}
+        self._path.rename(self._out)  # the ids first: the record alone would be in the way
         _beside(self._out).write_text(json.dumps(record, indent=1) + "\n")
-        self._path.rename(self._out)
         return record
 
+    def _is_whole(self, tokens: int) -> bool:
+        """Whether the part holds so many tokens."""
+        size = len(self._head()) + tokens * self._dtype.itemsize
+        return self._path.exists() and self._path.stat().st_size == size
+
     def _save(self) -> None:
+        self._file.flush()
         progress = {"documents": self.documents, "tokens": self.tokens}
         self._state.write_text(json.dumps(progress | {"record": self._record}))
 
