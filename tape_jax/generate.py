@@ -109,9 +109,16 @@ def stream(
     lengths, size = place[:, -1] + 1, tokens.shape[1] + max_new_tokens
     every = np.asarray(config.position.default_positions(size))[0]
     cache = new_cache(config, len(prompts), size)
-    positions = every[np.maximum(place, 0)]
-    key, running = jax.random.key(seed), np.ones(len(prompts), bool)
-    for step in range(max_new_tokens):
+    start = tokens, every[np.maximum(place, 0)], segments
+    after = every[lengths[:, None] + np.arange(max_new_tokens)]
+    return _steps(config, params, cache, start, after, sampling, frozenset(stop), seed)
+
+
+def _steps(config, params, cache, start, after, sampling, stop, seed):
+    """The steps of `stream`: the first reads `start`, those behind it are at `after`."""
+    (tokens, positions, segments), rows = start, len(after)
+    key, running = jax.random.key(seed), np.ones(rows, bool)
+    for step in range(after.shape[1]):
         chosen, cache = next_tokens(
             config,
             params,
@@ -127,8 +134,8 @@ def stream(
         running &= ~np.isin(chosen, list(stop))
         if not running.any():
             return
-        tokens, segments = chosen[:, None], np.zeros((len(prompts), 1), np.int32)
-        positions = every[lengths + step][:, None]
+        tokens, segments = chosen[:, None], np.zeros((rows, 1), np.int32)
+        positions = after[:, step : step + 1]
 
 
 def generate(

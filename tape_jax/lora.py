@@ -36,7 +36,7 @@ class LoRA:
       targets: projections by their names in Hugging Face's Llama.
 
     Raises:
-      ValueError: no rank, or a target that is not a projection.
+      ValueError: no rank, no alpha, or a target that is not a projection.
     """
 
     rank: int = 8
@@ -47,6 +47,8 @@ class LoRA:
         """Checks the fields."""
         if self.rank < 1:
             raise ValueError(f"lora.rank={self.rank} must be >= 1")
+        if not self.alpha > 0.0:
+            raise ValueError(f"lora.alpha={self.alpha} must be > 0, or nothing is learned")
         if not self.targets:
             raise ValueError(f"lora.targets is empty: name some of {', '.join(PROJECTIONS)}")
         for target in self.targets:

@@ -5,6 +5,7 @@ import json
 import types
 import typing
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from tape_jax import positions
@@ -23,6 +24,21 @@ KINDS: Kinds = {
 def to_dict(config: Any) -> dict[str, Any]:
     """Plain JSON values of a (nested) config dataclass; `from_dict` gives it back."""
     return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+      ValueError: it holds something else; the message gives the file.
+    """
+    try:
+        found = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} is no JSON object: it holds a {type(found).__name__}")
+    return found
 
 
 def from_dict(cls: type, values: Mapping[str, Any], kinds: Kinds = KINDS) -> Any:

@@ -134,7 +134,7 @@ def test_seeds():
 def test_prompts_that_cannot_be_continued(arguments, message):
     config = tiny()
     with pytest.raises(ValueError, match=message):
-        generate(config, {}, *arguments)
+        stream(config, {}, *arguments)  # before the first step is asked for
 
 
 @pytest.mark.parametrize(

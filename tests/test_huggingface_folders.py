@@ -440,6 +440,8 @@ THIRD = "model-00003-of-00003.safetensors"
             r"unknown rope_scaling type 'longrope'",
         ),
         ("hf_plain", lambda f: (f / "config.json").write_text("{"), r"config\.json is not JSON"),
+        ("hf_plain", lambda f: (f / "config.json").write_text("[]"), r"config\.json is no JSON"),
+        ("hf_plain", configure(num_hidden_layers="2"), r"num_hidden_layers='2' is not supported"),
         ("hf_plain", lambda f: (f / "config.json").unlink(), r"config\.json is missing"),
         ("hf_plain", lambda f: (f / "model.safetensors").unlink(), r"neither model\.safetensors"),
         (

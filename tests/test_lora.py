@@ -64,6 +64,7 @@ def test_llama_2_counts():
     ("fields", "message"),
     [
         ({"rank": 0}, "lora.rank=0"),
+        ({"alpha": 0.0}, "lora.alpha=0.0 must be > 0"),
         ({"targets": ()}, "lora.targets is empty"),
         ({"targets": ("q_prj",)}, "'q_prj'; did you mean q_proj"),
     ],

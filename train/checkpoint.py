@@ -8,6 +8,7 @@ import grain
 import jax
 import orbax.checkpoint as ocp
 
+from tape_jax.saved import read_object
 from train.config import TrainConfig, differences, from_dict, to_dict
 from train.step import TrainState
 
@@ -23,10 +24,16 @@ def claim_workdir(workdir: Path, config: TrainConfig, allow_change: bool) -> Non
 
     Raises:
       ConfigChangedError: the run there has another config; lists the fields that differ.
+      ValueError: what is there is a model and no run, or a file.
     """
     path = workdir / "config.json"
-    if path.exists():
-        lines = differences(to_dict(config), json.loads(path.read_text()))
+    if workdir.exists() and not workdir.is_dir():
+        raise ValueError(f"{workdir} is a file: name a folder as --workdir")
+    found = read_object(path) if path.exists() else None
+    if (workdir / "model.json").exists() or (found is not None and "task" not in found):
+        raise ValueError(f"{workdir} holds a model and no run: name another --workdir")
+    if found is not None:
+        lines = differences(to_dict(config), found)
         if lines and not allow_change:
             raise ConfigChangedError(
                 f"{workdir} holds a run with another config:\n  "
@@ -51,7 +58,7 @@ def load_config(workdir: Path) -> TrainConfig:
     path = workdir / "config.json"
     if not path.exists():
         raise FileNotFoundError(f"{workdir} holds no run: {path} is missing")
-    return from_dict(TrainConfig, json.loads(path.read_text()))
+    return from_dict(TrainConfig, read_object(path))
 
 
 class Checkpoints:

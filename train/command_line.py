@@ -35,7 +35,9 @@ def parse(
     import configs
 
     args = list(sys.argv[1:] if args is None else args)
+    spec = getattr(sys.modules["__main__"], "__spec__", None)  # of a command started with -m
     parser = argparse.ArgumentParser(
+        prog=f"python -m {spec.name}" if spec else None,
         description=description,
         epilog="Every field of the experiment can be set too: give --config NAME --help.",
         add_help="--config" not in args,

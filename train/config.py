@@ -96,6 +96,8 @@ class TrainConfig:
         for field in ("steps", "log_every", "eval_every", "save_every", "keep"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)} must be >= 1")
+        if self.seed < 0:
+            raise ValueError(f"seed={self.seed} must be >= 0")
         if self.model.dtype == "float16":
             raise ValueError("model.dtype='float16' needs loss scaling; train in 'bfloat16'")
         check_names(self)

@@ -143,7 +143,7 @@ def main(args: Sequence[str] | None = None) -> None:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     try:
         tyro.cli(convert, args=args, prog="python -m train.convert", description=__doc__)
-    except (ValueError, FileNotFoundError, FileExistsError) as error:
+    except (ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from None
 
 

@@ -142,6 +142,7 @@ def evaluate_perplexity(
       FileNotFoundError: no model or tokenizer there.
     """
     perplexity.check_sizes(lengths, stride, max_tokens)
+    _check_room(out, tokens_per_device=tokens_per_device)
     model = find(workdir, step)
     of_ids = data.suffix in perplexity.TOKEN_FILES
     words = None if of_ids else tokenizer_of(model, tokenizer)
@@ -194,6 +195,7 @@ def evaluate_passkey(
       FileNotFoundError: no model or tokenizer there.
     """
     passkey.check_sizes(lengths, trials)
+    _check_room(out, tokens_per_batch=tokens_per_batch)
     model = find(workdir, step)
     words = tokenizer_of(model, tokenizer)
     jax.eval_shape(lambda: new_cache(model.config, 1, max(lengths)))  # or says why there is none
@@ -233,6 +235,15 @@ def evaluate_progress(workdirs: tuple[Path, ...], out: Path) -> None:
     console = Console()
     console.print(progress.tabulate(runs))
     console.print(f"kept in {out}", markup=False)
+
+
+def _check_room(out: Path, **sizes: int) -> None:
+    """Raises ValueError for a folder that cannot be written to, or a batch of nothing."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out={out} is a file: name a folder")
+    for field, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{field}={size} must be >= 1")
 
 
 def _about(model: Pretrained, tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -276,8 +287,10 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         if name not in COMMANDS:
             raise ValueError(unknown("command", name, COMMANDS))
-        tyro.cli(COMMANDS[name], args=args, prog=f"python -m train.evaluate {name}")
-    except (ValueError, FileNotFoundError) as error:
+        about = None if named else __doc__
+        prog = f"python -m train.evaluate {name if named else '[COMMAND]'}"
+        tyro.cli(COMMANDS[name], args=args, prog=prog, description=about)
+    except (ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from None
 
 

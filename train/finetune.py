@@ -131,7 +131,7 @@ def main() -> None:
         if base is not None:
             _warn_of_length(config, base)
         train(config, where.workdir, where.allow_config_change, base)
-    except (ValueError, FileNotFoundError, NonFiniteError) as error:
+    except (ValueError, OSError, NonFiniteError) as error:
         raise SystemExit(f"error: {error}") from None
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,12 +11,15 @@ import jax
 import tyro
 from rich.console import Console
 
-from tape_jax.config import Precision
+from tape_jax.cache import new_cache
+from tape_jax.config import ModelConfig, Precision
 from tape_jax.generate import Sampling, generate, stream
 from train.interrupt import Interrupt
 from train.mesh import MeshConfig, make_mesh
 from train.pretrained import find, tokenizer_of
 from train.tokenizer import Tokenizer
+
+log = logging.getLogger("tape_jax")
 
 
 def generate_text(
@@ -53,10 +57,13 @@ def generate_text(
     words, config = tokenizer_of(model, tokenizer), model.config
     if dtype is not None:
         config = dataclasses.replace(config, dtype=dtype)
+    ids = [words.encode(text) for text in prompt]
+    _check_room(config, len(ids), max(map(len, ids)), max_new_tokens)
+    if sampling.temperature == 0.0 and sampling != Sampling():
+        log.warning("sampling.temperature=0 takes the most likely token, whatever top_k and top_p")
     devices = make_mesh(mesh)
     with jax.set_mesh(devices):
         params, _ = model.read(devices)
-        ids = [words.encode(text) for text in prompt]
         stop = () if words.eos is None else (words.eos,)
         how = {"sampling": sampling, "seed": seed, "stop": stop}
         if len(prompt) > 1:
@@ -65,6 +72,23 @@ def generate_text(
         else:
             steps = stream(config, params, ids, max_new_tokens, **how)
             _write_out(prompt[0], ids[0], steps, words)
+
+
+def _check_room(config: ModelConfig, prompts: int, longest: int, max_new_tokens: int) -> None:
+    """Raises ValueError for a cache, made at once, that is larger than all memory."""
+    one = jax.tree.leaves(jax.eval_shape(lambda: new_cache(config, prompts, 1)))
+    needed = sum(x.size * x.dtype.itemsize for x in one) * (longest + max_new_tokens)
+    stats = [device.memory_stats() for device in jax.devices()]
+    there = sum(s["bytes_limit"] for s in stats if s) if all(stats) else _host_memory()
+    if needed > there:
+        raise ValueError(
+            f"max_new_tokens={max_new_tokens}: the cache takes {needed / 1e9:,.1f} GB of"
+            f" {there / 1e9:,.1f} GB: ask for fewer tokens, or for fewer prompts at once"
+        )
+
+
+def _host_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _write_out(prompt: str, ids: Sequence[int], steps, words: Tokenizer) -> None:
@@ -93,7 +117,7 @@ def main() -> None:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     try:
         tyro.cli(generate_text, prog="python -m train.generate")
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from None
 
 

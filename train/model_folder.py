@@ -12,7 +12,7 @@ from tape_jax import ModelConfig
 from tape_jax.convert import fingerprint
 from tape_jax.convert.folders import new_folder
 from tape_jax.convert.start import parameter_shapes
-from tape_jax.saved import from_dict, to_dict
+from tape_jax.saved import from_dict, read_object, to_dict
 from tape_jax.sharding import parameter_shardings
 from train.tokenizer import copy_tokenizer
 
@@ -83,7 +83,7 @@ def read_model(folder: Path) -> Description:
     file = folder / "model.json"
     if not file.exists():
         raise FileNotFoundError(f"{folder} holds no converted model: {file} is missing")
-    about = json.loads(file.read_text())
+    about = read_object(file)
     found = about.pop("format", None)
     if found != FORMAT:
         raise ValueError(f"{file} has format {found!r}, expected {FORMAT!r}")
@@ -95,7 +95,7 @@ def read_params(folder: Path, config: ModelConfig, mesh: jax.sharding.Mesh) -> d
 
     Raises:
       FileNotFoundError: they are missing.
-      ValueError: they are of another model.
+      ValueError: they are of another model, or damaged.
     """
     path = (folder / "params").absolute()
     if not path.exists():
@@ -109,5 +109,9 @@ def read_params(folder: Path, config: ModelConfig, mesh: jax.sharding.Mesh) -> d
         shapes,
         parameter_shardings(shapes, mesh),
     )
-    with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(path, wanted)
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            return checkpointer.restore(path, wanted)
+    except Exception as error:
+        reason = str(error).splitlines()[0][:200]
+        raise ValueError(f"{path} cannot be read: convert it again ({reason})") from None

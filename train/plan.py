@@ -217,9 +217,11 @@ def main() -> None:
     try:
         if ours.target not in targets.TARGETS:
             raise ValueError(f"--target {ours.target} is not described; known: {known}")
+        if ours.output is not None and not ours.output.parent.is_dir():
+            raise ValueError(f"--output {ours.output}: there is no folder {ours.output.parent}")
         config = _of_command(config, ours.config, ours.init)
         plan = make_plan(config, ours.target, ours.devices)
-    except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
+    except (ValueError, OSError, ModuleNotFoundError) as error:
         raise SystemExit(f"error: {error}") from None
     show(plan, config, ours.target, ours.devices)
     if ours.output is not None:

@@ -22,7 +22,7 @@ def main() -> None:
     flags.FLAGS.mark_as_parsed()  # grain's workers read absl flags
     try:
         train(config, where.workdir, where.allow_config_change)
-    except (ValueError, NonFiniteError) as error:
+    except (ValueError, OSError, NonFiniteError) as error:
         raise SystemExit(f"error: {error}") from None
 
 

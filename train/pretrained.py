@@ -16,6 +16,7 @@ from rich.progress import track
 
 from tape_jax import ModelConfig, convert
 from tape_jax.convert.start import parameter_shapes, start_missing
+from tape_jax.saved import read_object
 from train import model_folder
 from train.checkpoint import Checkpoints, load_config
 from train.config import TrainConfig
@@ -133,7 +134,7 @@ def base_record(workdir: Path) -> BaseRecord:
     file = _base_file(workdir)
     if not file.is_file():
         raise ValueError(f"{workdir} is no fine-tuning run: it has no {file.name}")
-    fields = json.loads(file.read_text())
+    fields = read_object(file)
     return BaseRecord(Path(fields["path"]), fields["fingerprint"])
 
 
@@ -209,7 +210,7 @@ def with_adapter(base: Pretrained, file: Path) -> Pretrained:
 
 def _holds(folder: Path, key: str) -> bool:
     path = folder / "config.json"
-    return path.is_file() and key in json.loads(path.read_text())
+    return path.is_file() and key in read_object(path)
 
 
 def _tokenizer_in(folder: Path) -> Path | None:

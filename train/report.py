@@ -47,7 +47,8 @@ def evaluations(workdir: Path) -> dict[int, dict[str, float]]:
 def plot_loss(axes: Axes, workdir: Path, **style) -> None:
     """The training loss by step, as one line."""
     steps = read_metrics(workdir, "train")
-    axes.plot(list(steps), [r["loss"] for r in steps.values()], **style)
+    marker = "o" if len(steps) == 1 else None  # a line of one point is not seen
+    axes.plot(list(steps), [r["loss"] for r in steps.values()], marker=marker, **style)
     axes.set(title="training loss", xlabel="step", yscale="log")
 
 
@@ -71,7 +72,8 @@ def draw_curves(workdir: Path, metric: Metric) -> Figure:
     for layer in range(layers):
         norms = [by_layer[layer] for by_layer in states.values()]
         label = f"layer {layer}" if layer in named else None
-        size.plot(list(states), norms, label=label, color=colormaps["viridis"](layer / layers))
+        color, marker = colormaps["viridis"](layer / layers), "o" if len(states) == 1 else None
+        size.plot(list(states), norms, label=label, color=color, marker=marker)
     size.set(title="size of the state each layer reads", xlabel="step")
     if states:
         size.legend()

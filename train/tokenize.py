@@ -202,7 +202,7 @@ def main(args: Sequence[str] | None = None) -> None:
     console = Console(highlight=False, soft_wrap=True)
     try:
         record = tyro.cli(tokenize, args=args, prog="python -m train.tokenize")
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from None
     if record is None:
         console.print("interrupted: the same command goes on from there", markup=False)

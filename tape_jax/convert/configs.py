@@ -4,7 +4,6 @@ Keys that do not shape a Llama (token ids, dropout, the library's version) are i
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from tape_jax.config import ModelConfig
 from tape_jax.convert.encodings import read_position
 from tape_jax.convert.encodings_out import write_position
 from tape_jax.errors import unknown
+from tape_jax.saved import read_object
 
 _FIELDS = {
     "vocab_size": "vocab_size",
@@ -42,10 +42,7 @@ def read_json(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     if not file.exists():
         raise FileNotFoundError(f"{file} is missing: {folder} is no Hugging Face checkpoint")
-    try:
-        return json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from None
+    return read_object(file)
 
 
 def read_config(hf: Mapping[str, Any], overrides: Mapping[str, Any]) -> ModelConfig:
@@ -63,6 +60,9 @@ def read_config(hf: Mapping[str, Any], overrides: Mapping[str, Any]) -> ModelCon
     missing = [key for key in list(_FIELDS)[:5] if key not in hf]
     if missing:
         raise ValueError(f"config lacks {', '.join(missing)}")
+    for key in list(_FIELDS)[:5]:
+        if not isinstance(hf[key], int):
+            raise ValueError(f"{key}={hf[key]!r} is not supported; expected an integer")
     for name in overrides:
         if name not in ModelConfig.__dataclass_fields__:
             raise ValueError(unknown("ModelConfig field", name, ModelConfig.__dataclass_fields__))

@@ -175,6 +175,7 @@ def test_names_that_choose_nothing(tmp_path, capsys, flags, message):
     [
         ({"steps": 0}, "steps=0 must be >= 1"),
         ({"save_every": 0}, "save_every=0"),
+        ({"seed": -1}, "seed=-1 must be >= 0"),
         ({"model": ModelConfig(dtype="float16")}, "needs loss scaling"),
         (
             {"model": ModelConfig(attention="pallas")},

@@ -119,11 +119,17 @@ def test_model_folders_that_cannot_be_used(tmp_path):
     mesh = make_mesh(MeshConfig())
     with pytest.raises(ValueError, match="parameters of another model"):
         read_params(tmp_path / "model", other, mesh)
+    shutil.rmtree(tmp_path / "model/params/d")
+    with pytest.raises(ValueError, match="params cannot be read: convert it again"):
+        read_params(tmp_path / "model", config, mesh)
     shutil.rmtree(tmp_path / "model/params")
     with pytest.raises(FileNotFoundError, match="params is missing"):
         read_params(tmp_path / "model", config, mesh)
     (tmp_path / "model/model.json").write_text('{"format": "2"}')
     with pytest.raises(ValueError, match=r"model\.json has format '2', expected"):
+        read_model(tmp_path / "model")
+    (tmp_path / "model/model.json").write_text("{")
+    with pytest.raises(ValueError, match=r"model\.json is not JSON"):
         read_model(tmp_path / "model")
 
 
@@ -134,6 +140,7 @@ def test_model_folders_that_cannot_be_used(tmp_path):
         (["--to", "{llama}"], "error: .*llama exists already"),
         (["--to", "{new}", "--step", "3"], "error: step=3"),
         (["--to", "{new}", "--mesh.tensor", "3"], "error: .*must multiply"),
+        (["--to", "{new}", "--adapter", "{llama}"], "error: .*llama"),
     ],
 )
 def test_errors_of_the_command(options, message, checkpoint, tmp_path):

@@ -12,7 +12,9 @@ import pytest
 from tape_jax import positions
 from tests.tiny import logits, random_params, tiny, tokens
 from tests.train.small import small
+from tests.train.vocabularies import byte_level, write
 from train import methods
+from train.checkpoint import claim_workdir
 from train.convert import main as convert
 from train.data.tokens import Tokens, TokensSource
 from train.evaluate import main as evaluate
@@ -293,3 +295,30 @@ def test_progress_of_several_runs(base, task, tmp_path):
     assert (out / "progress.png").stat().st_size > 1000
     with pytest.raises(SystemExit, match="holds no run"):
         evaluate(["progress", "--workdirs", str(tmp_path), "--out", str(out)])
+
+
+@pytest.mark.parametrize("file", ["model.json", "config.json"])
+def test_a_run_is_not_put_into_a_model(file, task, tmp_path):
+    (tmp_path / file).write_text('{"hidden_size": 8}')
+    with pytest.raises(ValueError, match="holds a model and no run: name another --workdir"):
+        claim_workdir(tmp_path, run_of("full", task), allow_change=True)
+    assert (tmp_path / file).read_text() == '{"hidden_size": 8}'
+
+
+def test_a_run_is_not_put_into_a_file(task, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="is a file: name a folder"):
+        claim_workdir(tmp_path / "file", run_of("full", task), allow_change=False)
+
+
+def test_a_cache_beyond_all_memory_is_refused(tmp_path):
+    write(tmp_path, "tokenizer.json", byte_level())
+    write_model(
+        tmp_path / "model",
+        tiny(vocab_size=259),
+        random_params(tiny(vocab_size=259)),
+        source="test",
+        tokenizer=tmp_path,
+    )
+    with pytest.raises(ValueError, match=r"max_new_tokens=1000000000000: the cache takes .* GB"):
+        generate_text(tmp_path / "model", ("hello",), max_new_tokens=10**12)

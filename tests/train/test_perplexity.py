@@ -181,11 +181,13 @@ def test_texts_by_kind_of_file(tmp_path):
         ({"lengths": (8, 64)}, "longest document of .*ids.bin has 20 tokens.* lengths <= 20"),
         ({"vocab_size": 30}, "ids.bin holds token id 30, but model.vocab_size=30"),
         ({"data": "no.bin"}, "no.bin is not a file"),
+        ({"out": "ids.bin"}, "ids.bin is a file: name a folder"),
+        ({"tokens_per_device": 0}, "tokens_per_device=0 must be >= 1"),
     ],
 )
 def test_what_cannot_work_is_named_before_the_model_is_read(tmp_path, monkeypatch, how, message):
     run = command(tmp_path, monkeypatch, how.pop("vocab_size", 31), read=None)
-    how |= {"data": tmp_path / how["data"]} if "data" in how else {}
+    how |= {field: tmp_path / how[field] for field in ("data", "out") if field in how}
     with pytest.raises(ValueError, match=message):
         run(**how)
 
