@@ -19,8 +19,8 @@ class ConfigChangedError(ValueError):
     """The work directory holds a run of another config."""
 
 
-def claim_workdir(workdir: Path, config: TrainConfig, allow_change: bool) -> None:
-    """Saves the config in a new work directory, or checks it against the one found there.
+def check_workdir(workdir: Path, config: TrainConfig, allow_change: bool) -> None:
+    """Raises ValueError when this run cannot live there; nothing is written.
 
     Raises:
       ConfigChangedError: the run there has another config; lists the fields that differ.
@@ -32,21 +32,27 @@ def claim_workdir(workdir: Path, config: TrainConfig, allow_change: bool) -> Non
     found = read_object(path) if path.exists() else None
     if (workdir / "model.json").exists() or (found is not None and "task" not in found):
         raise ValueError(f"{workdir} holds a model and no run: name another --workdir")
+    lines = [] if found is None else differences(to_dict(config), found)
+    if lines and not allow_change:
+        raise ConfigChangedError(
+            f"{workdir} holds a run with another config:\n  "
+            + "\n  ".join(lines)
+            + "\nuse another --workdir, or --allow-config-change to continue it as asked"
+        )
+
+
+def keep_config(workdir: Path, config: TrainConfig) -> None:
+    """Saves the config of the run; another one that is there is kept beside it."""
+    path, ours = workdir / "config.json", to_dict(config)
+    found = read_object(path) if path.exists() else None
+    if found == ours:
+        return
     if found is not None:
-        lines = differences(to_dict(config), found)
-        if lines and not allow_change:
-            raise ConfigChangedError(
-                f"{workdir} holds a run with another config:\n  "
-                + "\n  ".join(lines)
-                + "\nuse another --workdir, or --allow-config-change to continue it as asked"
-            )
-        if not lines:
-            return
-        log.warning("config changed: %s", "; ".join(lines))
+        log.warning("config changed: %s", "; ".join(differences(ours, found)))
         _keep_old(path)
     if jax.process_index() == 0:
         workdir.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(to_dict(config), indent=2) + "\n")
+        path.write_text(json.dumps(ours, indent=2) + "\n")
 
 
 def load_config(workdir: Path) -> TrainConfig:

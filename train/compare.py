@@ -18,7 +18,7 @@ from rich.console import Console
 
 import configs
 from tape_jax import positions
-from train.checkpoint import claim_workdir
+from train.checkpoint import check_workdir, keep_config
 from train.command_line import parse
 from train.comparison import Run, is_finished, write_comparison
 from train.config import TrainConfig
@@ -65,7 +65,9 @@ def compare(
     """
     runs, refusals = plan(config, encodings, seeds, workdir)
     for run in runs:
-        claim_workdir(run.workdir, run.config, allow_change=False)
+        check_workdir(run.workdir, run.config, allow_change=False)
+    for run in runs:
+        keep_config(run.workdir, run.config)
     console = Console(quiet=jax.process_index() != 0, highlight=False, soft_wrap=True)
     failures: dict[Run, str] = {}
     with Interrupt() as stop:
@@ -118,7 +120,7 @@ def _check_free(config: TrainConfig, name: str) -> None:
 
 def main() -> None:
     """The command. Exit status 0 when done or stopped by a signal, 1 on bad input."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)
     ours, config = parse(
         parents=[_options()], description="Train an experiment with several encodings and seeds."
     )

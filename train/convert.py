@@ -140,7 +140,7 @@ def _peft(folder: Path, found: Pretrained, params: dict, dtype: Precision) -> No
 
 def main(args: Sequence[str] | None = None) -> None:
     """The command."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)
     try:
         tyro.cli(convert, args=args, prog="python -m train.convert", description=__doc__)
     except (ValueError, OSError) as error:

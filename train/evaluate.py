@@ -280,7 +280,7 @@ COMMANDS: Mapping[str, Callable] = {
 
 def main(args: Sequence[str] | None = None) -> None:
     """The command."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)
     args = list(sys.argv[1:] if args is None else args)
     named = bool(args) and not args[0].startswith("-")
     name = args.pop(0) if named else "task"

@@ -111,7 +111,7 @@ def _warn_of_length(config: TrainConfig, base: Pretrained) -> None:
 
 def main() -> None:
     """The command. Exit status 0 when done or stopped by a signal, 1 on bad input or a bad step."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)
     options = argparse.ArgumentParser(add_help=False)
     options.add_argument(
         "--init",
@@ -128,6 +128,7 @@ def main() -> None:
     flags.FLAGS.mark_as_parsed()  # grain's workers read absl flags
     try:
         config, base = _resolve(config, where.config, where.init, where.workdir)
+        config.validate()
         if base is not None:
             _warn_of_length(config, base)
         train(config, where.workdir, where.allow_config_change, base)

@@ -114,7 +114,7 @@ def _write_all(prompts: Sequence[str], ids, texts, words: Tokenizer) -> None:
 
 def main() -> None:
     """The command."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)
     try:
         tyro.cli(generate_text, prog="python -m train.generate")
     except (ValueError, OSError) as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 
 from tape_jax import Transformer
-from train.checkpoint import Checkpoints, claim_workdir
+from train.checkpoint import Checkpoints, check_workdir, keep_config
 from train.config import TrainConfig
 from train.data.pipeline import batches, to_device
 from train.evals.runner import Interrupted, Scorer
@@ -55,7 +55,9 @@ def train(
     """
     config.validate()
     _check_base(config, workdir, base)
-    claim_workdir(workdir, config, allow_config_change)
+    check_workdir(workdir, config, allow_config_change)
+    if not (workdir / "config.json").exists():
+        keep_config(workdir, config)
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh), Interrupt() as stop, RunLog(workdir) as log:
         data = batches(config.task.source(config.seed), config.batch_size)
@@ -90,6 +92,7 @@ def _restore_or_start(
     # The frozen weights are those of the base whenever there are any.
     abstract = abstract_state(config, mesh)
     state, frozen = checkpoints.restore(abstract, data), {}
+    keep_config(workdir, config)  # a changed one, now that the checkpoints are known to fit it
     wants_frozen = bool(split(config, abstract_params(config, mesh))[1])
     if base is None and wants_frozen:
         raise ValueError(f"the run in {workdir} needs its base: name it with --init")

@@ -205,7 +205,7 @@ def _of_command(config: TrainConfig, name: str, init: Path | None) -> TrainConfi
 
 def main() -> None:
     """The command. Exit status 1 when it does not fit."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)
     options = argparse.ArgumentParser(add_help=False)
     known = ", ".join(targets.TARGETS)
     options.add_argument("--target", required=True, help=f"the kind of device: {known}")

@@ -11,7 +11,7 @@ from train.loop import NonFiniteError, train
 
 def main() -> None:
     """The command. Exit status 0 when done or stopped by a signal, 1 on bad input or a bad step."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)
     options = argparse.ArgumentParser(add_help=False)
     options.add_argument(
         "--allow-config-change",

@@ -14,7 +14,7 @@ from tests.tiny import logits, random_params, tiny, tokens
 from tests.train.small import small
 from tests.train.vocabularies import byte_level, write
 from train import methods
-from train.checkpoint import claim_workdir
+from train.checkpoint import check_workdir
 from train.convert import main as convert
 from train.data.tokens import Tokens, TokensSource
 from train.evaluate import main as evaluate
@@ -174,6 +174,15 @@ def test_a_damaged_checkpoint_is_stepped_over(base, task, tmp_path):
         find(tmp_path, 4).read(mesh())
 
 
+def test_a_change_that_cannot_be_leaves_the_run_as_it_was(base, task, tmp_path):
+    train(run_of("tape", task), tmp_path, base=find(base[0]))
+    before = (tmp_path / "config.json").read_text()
+    with pytest.raises(ValueError, match="checkpoint 4 holds another model"):
+        train(run_of("lora", task), tmp_path, allow_config_change=True, base=find(base[0]))
+    assert (tmp_path / "config.json").read_text() == before
+    assert find(tmp_path).read(mesh())[1] == 4
+
+
 def test_reading_a_run_changes_nothing_in_it(base, task, tmp_path):
     train(run_of("tape", task), tmp_path, base=find(base[0]))
     before = {f: (f.stat().st_mtime_ns, f.read_bytes()) for f in tmp_path.glob("*.json")}
@@ -301,14 +310,14 @@ def test_progress_of_several_runs(base, task, tmp_path):
 def test_a_run_is_not_put_into_a_model(file, task, tmp_path):
     (tmp_path / file).write_text('{"hidden_size": 8}')
     with pytest.raises(ValueError, match="holds a model and no run: name another --workdir"):
-        claim_workdir(tmp_path, run_of("full", task), allow_change=True)
+        check_workdir(tmp_path, run_of("full", task), allow_change=True)
     assert (tmp_path / file).read_text() == '{"hidden_size": 8}'
 
 
 def test_a_run_is_not_put_into_a_file(task, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="is a file: name a folder"):
-        claim_workdir(tmp_path / "file", run_of("full", task), allow_change=False)
+        check_workdir(tmp_path / "file", run_of("full", task), allow_change=False)
 
 
 def test_a_cache_beyond_all_memory_is_refused(tmp_path):

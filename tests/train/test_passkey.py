@@ -182,7 +182,7 @@ def test_accuracy_is_by_length():
 def command(tmp_path, monkeypatch, letters, **fields):
     config = tiny(num_layers=1, vocab_size=fields.pop("vocab_size", 259), **fields)
     folder = tmp_path / "letters"
-    model = Pretrained(folder, config, lambda mesh: random_params(config), tokenizer=folder)
+    model = Pretrained(folder, config, lambda mesh: (random_params(config), None), tokenizer=folder)
     monkeypatch.setattr("train.evaluate.find", lambda path, step: model)
     usual = {"workdir": folder, "lengths": (300, 600), "out": tmp_path / "out", "trials": 2}
     return lambda **how: evaluate_passkey(**usual | how)
@@ -201,7 +201,7 @@ def test_files_of_a_model_that_knows_nothing(tmp_path, monkeypatch, letters, cap
 
 def test_files_of_one_that_knows(tmp_path, monkeypatch, letters):
     knowing = Knowing(letters)
-    decode = lambda config, params, prompts, count: knowing(prompts, count)  # noqa: E731
+    decode = lambda config, params, prompts, count, **_: knowing(prompts, count)  # noqa: E731
     monkeypatch.setattr("train.evaluate.generate", decode)
     command(tmp_path, monkeypatch, letters)()
     record = json.loads((tmp_path / "out/passkey.json").read_text())

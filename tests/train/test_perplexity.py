@@ -201,7 +201,7 @@ def command(tmp_path, monkeypatch, vocab_size=31, read=lambda config: random_par
     ids = IDS.copy()
     ids[3] = 30
     (tmp_path / "ids.bin").write_bytes(ids.astype("<u2").tobytes())
-    model = Pretrained(tmp_path / "tiny", config, lambda mesh: read(config), step=7)
+    model = Pretrained(tmp_path / "tiny", config, lambda mesh: (read(config), 7))
     monkeypatch.setattr("train.evaluate.find", lambda path, step: model)
     usual = {
         "workdir": tmp_path,

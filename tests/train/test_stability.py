@@ -10,7 +10,7 @@ import pytest
 from tape_jax import positions
 from tests.tiny import logits, random_params, tiny, tokens
 from tests.train.small import small
-from train.checkpoint import Checkpoints, claim_workdir
+from train.checkpoint import Checkpoints, keep_config
 from train.data.pipeline import batches
 from train.evals.stability import MOVED_BY, changes, observe, relative_change
 from train.evaluate import main
@@ -95,7 +95,7 @@ def untrained(workdir, name):
     config = small()
     model = dataclasses.replace(config.model, position=positions.get(name))
     config = dataclasses.replace(config, model=model)
-    claim_workdir(workdir, config, allow_change=False)
+    keep_config(workdir, config)
     checkpoints = Checkpoints(workdir)
     checkpoints.save(0, make_state(config, 0), batches(config.task.source(0), 16))
     checkpoints.close()
