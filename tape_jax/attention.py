@@ -62,22 +62,27 @@ class Attention(nn.Module):
             order, k_positions = past.slots.order(x.shape[1]), past.slots.positions
             segments = (segment_ids, past.slots.segment_ids)
         score_mod = encoding.score_mod(q, positions, k_positions, config)
-        attend = functools.partial(
-            sharded_attention,
-            causal=self.causal,
-            positions=order,
-            scale=width**-0.5,
-            score_mod=score_mod,
-            implementation=config.attention,
-        )
-        if config.shifted_groups is not None:
-            if past is not None or score_mod is not None:
-                raise ValueError(
-                    f"model.shifted_groups={config.shifted_groups} is for training encodings that"
-                    f" leave the scores alone: set it None for position.name={encoding.name!r} and"
-                    " for decoding"
-                )
-            attend = functools.partial(shifted_attention, attend, groups=config.shifted_groups)
+        attend = self._attend(past, positions=order, scale=width**-0.5, score_mod=score_mod)
         out, mixed = attend(q, k, v, values, segment_ids=segments)
         out = linear(config, config.hidden_size, "out", bias=bias)(out.reshape(*x.shape[:2], -1))
         return out, mixed, kept
+
+    def _attend(self, past, *, score_mod, **arguments):
+        """attend(q, k, v, e, segment_ids=...), of all tokens or, in training, within groups."""
+        config = self.config
+        attend = functools.partial(
+            sharded_attention,
+            causal=self.causal,
+            score_mod=score_mod,
+            implementation=config.attention,
+            **arguments,
+        )
+        if config.shifted_groups is None:
+            return attend
+        if past is not None or score_mod is not None:
+            raise ValueError(
+                f"model.shifted_groups={config.shifted_groups} is for training encodings that"
+                f" leave the scores alone: set it None for position.name={config.position.name!r}"
+                " and for decoding"
+            )
+        return functools.partial(shifted_attention, attend, groups=config.shifted_groups)

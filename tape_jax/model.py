@@ -103,16 +103,10 @@ class Transformer(nn.Module):
         config, encoding = self.config, self.config.position
         _check_inputs(config, tokens, positions, segment_ids)
         tokens = constrain(tokens, "batch", "length")
-        length = tokens.shape[1]
-        if positions is None and cache is None:
-            positions = encoding.default_positions(length)
-        elif positions is None:
-            every, filled = encoding.default_positions(cache.size), cache.slots.filled
-            positions = jax.lax.dynamic_slice_in_dim(every, filled, length, axis=1)
         if cache is not None:
-            segment_ids = jnp.zeros_like(tokens) if segment_ids is None else segment_ids
-            slots = cache.slots.extend(positions, segment_ids)
-            cache = dataclasses.replace(cache, slots=slots)
+            cache, positions, segment_ids = _follow(encoding, cache, tokens, positions, segment_ids)
+        elif positions is None:
+            positions = encoding.default_positions(tokens.shape[1])
 
         embedding = nn.Embed(
             config.vocab_size,
@@ -190,6 +184,16 @@ class Transformer(nn.Module):
                     start = jnp.broadcast_to(start, rest.shape[1:])[None]
                     both = jnp.concatenate([start, rest])
                     self.sow("intermediates", name, both, reduce_fn=lambda _, new: new)
+
+
+def _follow(encoding, cache, tokens, positions, segment_ids):
+    """The cache with the tokens in its slots, and their positions and segments, given or not."""
+    if positions is None:
+        every, filled = encoding.default_positions(cache.size), cache.slots.filled
+        positions = jax.lax.dynamic_slice_in_dim(every, filled, tokens.shape[1], axis=1)
+    segment_ids = jnp.zeros_like(tokens) if segment_ids is None else segment_ids
+    slots = cache.slots.extend(positions, segment_ids)
+    return dataclasses.replace(cache, slots=slots), positions, segment_ids
 
 
 def _scanned(layer, own, first):
