@@ -26,6 +26,7 @@ from tape_jax import Transformer
 from tape_jax.cache import new_cache
 from tape_jax.errors import unknown
 from tape_jax.generate import generate
+from tape_jax.saved import read_object
 from train.checkpoint import load_config
 from train.config import TrainConfig
 from train.evals import passkey, perplexity, progress
@@ -154,6 +155,7 @@ def evaluate_perplexity(
         "tokens": sum(map(len, documents)),
         "stride": stride,
     }
+    _check_kept(out / "perplexity.json", about)
     devices, found = make_mesh(mesh), {}
     with jax.set_mesh(devices), Interrupt() as stop, _bars() as bars:
         params, about["step"] = model.read(devices)
@@ -200,6 +202,7 @@ def evaluate_passkey(
     words = tokenizer_of(model, tokenizer)
     jax.eval_shape(lambda: new_cache(model.config, 1, max(lengths)))  # or says why there is none
     about, devices, found = _about(model, words), make_mesh(mesh), []
+    _check_kept(out / "passkey.json", about)
     with jax.set_mesh(devices), Interrupt() as stop, _bars() as bars:
         params, about["step"] = model.read(devices)
         decode = functools.partial(generate, model.config, params, pad_to=64)
@@ -235,6 +238,15 @@ def evaluate_progress(workdirs: tuple[Path, ...], out: Path) -> None:
     console = Console()
     console.print(progress.tabulate(runs))
     console.print(f"kept in {out}", markup=False)
+
+
+def _check_kept(file: Path, about: Mapping[str, Any]) -> None:
+    """Raises ValueError for results of something else, which would be overwritten."""
+    kept = read_object(file) if file.exists() else {}
+    others = [key for key in about if key != "step" and kept.get(key, about[key]) != about[key]]
+    if others:
+        was = ", ".join(f"{key}={kept[key]!r}" for key in others)
+        raise ValueError(f"{file} holds results of {was}: name another --out, or remove it")
 
 
 def _check_room(out: Path, **sizes: int) -> None:

@@ -223,6 +223,9 @@ def test_files(tmp_path, monkeypatch, capsys):
     assert "each once" in record["definition"] and "range(0" in record["pooled_definition"]
     assert (tmp_path / "out/perplexity.png").read_bytes()[:4] == b"\x89PNG"
     assert "kept in" in capsys.readouterr().out
+    command(tmp_path, monkeypatch)(max_tokens=20)  # the same measurement may be repeated
+    with pytest.raises(ValueError, match=r"perplexity.json holds results of stride=3: name anot"):
+        command(tmp_path, monkeypatch)(stride=4)
 
 
 def test_what_was_measured_is_kept_when_interrupted(tmp_path, monkeypatch, capsys):
