@@ -169,7 +169,7 @@ class Transformer(nn.Module):
             (x, _, kept), rows = _scanned(layer, own, first)
         else:
             (x, _, kept), rows = _unrolled(layer, own, first, config.num_layers, keep_all)
-        self._sow((x, state), *rows)
+        self._sow(first[:2], *rows)
         return x, kept
 
     def _sow(self, first, norms, carries):

@@ -144,6 +144,8 @@ def test_a_part_of_a_part_that_needs_a_field(tmp_path, stretches, order):
         "model.position",
         "model.position.stretch",
         "task",
+        "method",
+        "method.scaling",
     ]
     config.validate()
     assert from_dict(TrainConfig, to_dict(config)) == config
