@@ -118,9 +118,9 @@ class Checkpoints:
     def read(self, abstract: TrainState, step: int | None = None) -> TrainState:
         """The state at `step`, or the newest that can be read, without the data iterator.
 
-          Raises:
-            FileNotFoundError: no such checkpoint, or none at all; lists the steps there are.
-        ValueError: it is damaged, or of another model.
+        Raises:
+          FileNotFoundError: no such checkpoint, or none at all; lists the steps there are.
+          ValueError: it is damaged, or of another model.
         """
         steps = sorted(self._manager.all_steps(), reverse=True)
         if not steps or (step is not None and step not in steps):
@@ -158,10 +158,6 @@ class Checkpoints:
             damaged.mkdir(exist_ok=True)
             (self._folder / str(step)).rename(_unused(damaged / str(step)))
         self._open()
-
-    def newest(self) -> int | None:
-        """The step of the newest checkpoint, if there is one."""
-        return self._manager.latest_step()
 
     def close(self) -> None:
         """Waits until everything is on disk."""

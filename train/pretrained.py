@@ -165,9 +165,9 @@ def start_from(
     Raises:
       ValueError: not the base that the run was started from, or one that does not fit its model.
     """
-    params = _checked(base, mesh, workdir)
+    params, fingerprint = _checked(base, mesh, workdir)
     if jax.process_index() == 0:
-        record = {"path": str(base.path.resolve()), "fingerprint": convert.fingerprint(params)}
+        record = {"path": str(base.path.resolve()), "fingerprint": fingerprint}
         partial = workdir / ".base.json.partial"
         partial.write_text(json.dumps(record, indent=2) + "\n")
         partial.replace(_base_file(workdir))
@@ -176,16 +176,17 @@ def start_from(
     return extend(params, config.model, mesh, config.seed)
 
 
-def _checked(base: Pretrained, mesh: jax.sharding.Mesh, workdir: Path) -> dict:
-    """The base's parameters, which are those that the run in `workdir` was started from."""
+def _checked(base: Pretrained, mesh: jax.sharding.Mesh, workdir: Path) -> tuple[dict, str]:
+    """The base's parameters, those that the run in `workdir` was started from, and their name."""
     params, _ = base.read(mesh)
+    fingerprint = convert.fingerprint(params)  # on every process: its sums go over all devices
     file = _base_file(workdir)
-    if file.is_file() and base_record(workdir).fingerprint != convert.fingerprint(params):
+    if file.is_file() and base_record(workdir).fingerprint != fingerprint:
         raise ValueError(
             f"{base.path} is not the base of the run in {workdir}: its weights differ from those"
             f" that {file} describes; name the right one with --init"
         )
-    return params
+    return params, fingerprint
 
 
 def with_adapter(base: Pretrained, file: Path) -> Pretrained:
@@ -227,7 +228,7 @@ def _run(workdir: Path, step: int | None) -> Pretrained:
         if split(config, abstract_params(config, mesh))[1]:
             if (base := base_of(workdir)) is None:
                 raise FileNotFoundError(f"{_base_file(workdir)} is missing: it names the base")
-            params = join(_checked(base, mesh, workdir), params)
+            params = join(_checked(base, mesh, workdir)[0], params)
         return params, int(state.step)
 
     length = config.task.length
