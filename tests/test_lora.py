@@ -12,11 +12,21 @@ from tape_jax.lora import PROJECTIONS, LoRA, merge
 from tests.tiny import logits, random_params, tiny, tokens
 
 
+def without(tree):
+    """The weights less their adapters."""
+    return {
+        name: without(child) if isinstance(child, dict) else child
+        for name, child in tree.items()
+        if not name.startswith("lora_")
+    }
+
+
 @pytest.mark.parametrize("targets", [("q_proj", "v_proj"), tuple(PROJECTIONS)])
 @pytest.mark.parametrize("scan", [True, False])
 def test_an_adapted_model_is_the_merged_one(targets, scan):
     config = tiny(lora=LoRA(3, 5.0, targets), scan_layers=scan, attention_bias=True, mlp_bias=True)
-    params, ids = random_params(config), tokens(config)
+    # Small weights: at larger ones the softmax and norms amplify the order of float32 sums.
+    params, ids = random_params(config, scale=0.1), tokens(config)
     plain = dataclasses.replace(config, lora=None)
     merged = merge(params, config.lora)
     like = random_params(plain)
@@ -28,10 +38,11 @@ def test_an_adapted_model_is_the_merged_one(targets, scan):
         if theirs in targets:
             a, b = (np.asarray(own[name], np.float64) for name in ("lora_a", "lora_b"))
             want = want + 5.0 / 3 * a @ b
-        np.testing.assert_allclose(new, want, atol=1e-5)
+        np.testing.assert_allclose(new, want, atol=1e-6)
     both = logits(config, params, ids), logits(plain, merged, ids)
-    assert float(both[1].std()) > 0.1
-    np.testing.assert_allclose(*both, atol=5e-5)
+    unmerged = logits(plain, {**merged, "layers": without(params["layers"])}, ids)
+    assert float(jnp.abs(both[1] - unmerged).max()) > 0.1
+    np.testing.assert_allclose(*both, atol=1e-5)
 
 
 def test_a_new_adapter_changes_nothing():
