@@ -101,6 +101,11 @@ def test_relative_encodings_are_shift_invariant_and_absolute_ones_are_not(name):
         assert np.abs(stretched - start).max() > 1e-2 * start.std()
 
 
+def moves_no_softmax(path):
+    """The last bias of an MLP adds the same to all scores of a row: only rounding moves it."""
+    return path[-1].key == "bias2"
+
+
 TILED = ["alibi", "t5", "fire", "dape-kerple", "tapa-linear", "pope", "xpos"]
 TILED += ["tape-unit", "tape-separate", "tape-vectorial", "tape-nonequivariant"]
 
@@ -131,13 +136,15 @@ def test_tiles_scans_and_rematerialisation_change_no_gradient(name, monkeypatch)
     for (path, want), got in zip(
         jax.tree_util.tree_leaves_with_path(plain), jax.tree.leaves(tiled), strict=True
     ):
+        if moves_no_softmax(path):
+            assert max(float(jnp.abs(g).max()) for g in (got, want)) < 1e-6 * largest, path
+            continue
         size = max(float(jnp.abs(want).max()), 1e-3 * largest)
         np.testing.assert_allclose(got, want, rtol=0, atol=3e-5 * size, err_msg=str(path))
     learned = plain["layers"].get("position") or plain["layers"]["attention"].get("position", {})
     for path, gradient in jax.tree_util.tree_leaves_with_path(learned):
-        # What adds the same to all scores of a row moves no softmax: the last bias of an MLP.
-        constant = path[-1].key == "bias2"
-        assert (float(jnp.abs(gradient).max()) > 1e-5 * largest) != constant, path
+        if not moves_no_softmax(path):
+            assert float(jnp.abs(gradient).max()) > 1e-5 * largest, path
 
 
 @pytest.mark.parametrize(
