@@ -54,7 +54,9 @@ def test_encodings_without_a_cache_say_so(encoding):
         new_cache(tiny(position=encoding), 1, 8)
 
 
-@pytest.mark.parametrize("name", ["tape", "rope", "alibi", "fire", "tapa", "cope"])
+@pytest.mark.parametrize(
+    "name", mostly_slow(["tape", "rope", "alibi", "fire", "tapa", "cope"], quick=["tape"])
+)
 @pytest.mark.parametrize("pad_to", [1, 16])
 def test_two_hundred_greedy_tokens_are_those_of_recomputation(name, pad_to):
     """Prompts of unequal length in one batch, against each text alone in a pass without a cache."""

@@ -31,18 +31,21 @@ def tiny(**fields) -> ModelConfig:
     return ModelConfig(**sizes | {"position": "tape"} | fields)
 
 
+@functools.cache
+def _shapes(config: ModelConfig):
+    init, ids = Transformer(config).init, jnp.zeros((1, 2), jnp.int32)
+    return jax.eval_shape(init, jax.random.key(0), ids)["params"]
+
+
 def random_params(config: ModelConfig, seed: int = 0, scale: float = 0.3):
     """Every parameter drawn anew: what starts at zero must not hide a fault."""
-    shapes = jax.eval_shape(
-        Transformer(config).init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32)
-    )["params"]
     rng = np.random.default_rng(seed)
 
     def draw(path, leaf):
         center = 1.0 if path[-1].key == "scale" else 0.0
         return jnp.asarray(rng.normal(center, scale, leaf.shape), jnp.float32)
 
-    return jax.tree_util.tree_map_with_path(draw, shapes)
+    return jax.tree_util.tree_map_with_path(draw, _shapes(config))
 
 
 def tokens(config: ModelConfig, batch: int = 2, length: int = 12, seed: int = 0):

@@ -17,6 +17,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Split
 
+from tape_jax.convert.gguf_files import gguf_reader
 from tape_jax.errors import unknown
 
 CONTROL, USER_DEFINED = 3, 4
@@ -84,19 +85,9 @@ def gguf_files(path: Path) -> dict[str, bytes]:
 
 def _fields(path: Path) -> dict[str, Any]:
     """What stands under `tokenizer.`, without the prefix `tokenizer.ggml.`."""
-    try:
-        import gguf
-    except ModuleNotFoundError:
-        raise ValueError(
-            f"{path}: reading GGUF needs the package gguf: pip install 'tape-jax[convert]'"
-        ) from None
-    try:
-        found = gguf.GGUFReader(path).fields
-    except (ValueError, IndexError) as error:
-        raise ValueError(f"{path} is no GGUF file: {error}") from None
     return {
         name.removeprefix("tokenizer.").removeprefix("ggml."): field.contents()
-        for name, field in found.items()
+        for name, field in gguf_reader(path).fields.items()
         if name.startswith("tokenizer.")
     }
 

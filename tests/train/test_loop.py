@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -109,18 +110,25 @@ def lose_metadata(folder):
     (folder / "state/_METADATA").unlink()
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of 12 steps that nothing happened to."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    train(small(steps=12), folder)
+    return folder
+
+
 @pytest.mark.parametrize("damage", [truncate, lose_the_iterator, flip_bytes, lose_metadata])
-def test_a_damaged_newest_checkpoint(tmp_path, caplog, damage):
+def test_a_damaged_newest_checkpoint(tmp_path, whole, caplog, damage):
     """The one before it is used, it says so, and the rest of the run is what it would have been."""
-    train(small(steps=12), tmp_path / "whole")
-    config = small(steps=12)
-    train(config, tmp_path / "hurt")
-    damage(tmp_path / "hurt/checkpoints/12")
-    assert train(config, tmp_path / "hurt") == 12
+    hurt = tmp_path / "hurt"
+    shutil.copytree(whole, hurt)
+    damage(hurt / "checkpoints/12")
+    assert train(small(steps=12), hurt) == 12
     assert "checkpoint 12 is damaged" in caplog.text
-    assert (tmp_path / "hurt/checkpoints-damaged/12").exists()
-    assert (tmp_path / "hurt/checkpoints/12").exists()
-    assert losses(tmp_path / "hurt")[12:] == losses(tmp_path / "whole")[8:]
+    assert (hurt / "checkpoints-damaged/12").exists()
+    assert (hurt / "checkpoints/12").exists()
+    assert losses(hurt)[12:] == losses(whole)[8:]
 
 
 class _Poisoned(Addition):
