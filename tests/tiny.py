@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from tape_jax import ModelConfig, Transformer
 
@@ -46,6 +47,12 @@ def random_params(config: ModelConfig, seed: int = 0, scale: float = 0.3):
         return jnp.asarray(rng.normal(center, scale, leaf.shape), jnp.float32)
 
     return jax.tree_util.tree_map_with_path(draw, _shapes(config))
+
+
+def without_adapters(params):
+    """The parameters less LoRA's."""
+    flat = flatten_dict(params)
+    return unflatten_dict({k: x for k, x in flat.items() if not k[-1].startswith("lora_")})
 
 
 def tokens(config: ModelConfig, batch: int = 2, length: int = 12, seed: int = 0):
