@@ -47,12 +47,17 @@ FLAGS = (
 )
 
 
+COMPILED_ONCE = {
+    "JAX_COMPILATION_CACHE_DIR": os.environ["TAPE_JAX_TEST_CACHE"],
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+}
+"""Environment of a command that shares what the tests' processes have compiled."""
+
+
 def start(workdir: Path, flags: str = "", devices: int = 1) -> subprocess.Popen:
     """The command as a user types it, on this many virtual devices."""
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-    }
+    xla = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla} | COMPILED_ONCE
     command = [sys.executable, "-m", "train.pretrain", "--config", "addition-demo"]
     return subprocess.Popen(
         [*command, "--workdir", str(workdir), *FLAGS.split(), *flags.split()],

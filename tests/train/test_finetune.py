@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from tape_jax import positions
-from tests.tiny import logits, random_params, tiny, tokens
+from tests.tiny import logits, mostly_slow, random_params, tiny, tokens
 from tests.train.small import small
 from tests.train.vocabularies import byte_level, write
 from train import methods
@@ -86,7 +86,7 @@ class Crash(Exception):
     """Of the data, in the middle of a run."""
 
 
-@pytest.mark.parametrize("name", ["tape", "lora"])
+@pytest.mark.parametrize("name", mostly_slow(["tape", "lora"], quick=["tape"]))
 def test_a_run_goes_on_as_if_never_stopped(name, base, task, tmp_path, monkeypatch):
     folder, params = base
     config = run_of(name, task)
@@ -139,6 +139,7 @@ def test_a_checkpoint_holds_what_is_trained(base, task, tmp_path):
     assert size < whole
 
 
+@pytest.mark.slow
 def test_another_base_is_refused(base, task, tmp_path):
     folder, params = base
     train(run_of("lora", task), tmp_path / "run", base=find(folder))
@@ -190,6 +191,7 @@ def test_reading_a_run_changes_nothing_in_it(base, task, tmp_path):
     assert {f: (f.stat().st_mtime_ns, f.read_bytes()) for f in tmp_path.glob("*.json")} == before
 
 
+@pytest.mark.slow
 def test_full_needs_no_base_once_it_runs(base, task, tmp_path):
     shutil.copytree(base[0], tmp_path / "base")
     train(run_of("full", task), tmp_path / "run", base=find(tmp_path / "base"))
@@ -203,6 +205,7 @@ def test_full_needs_no_base_once_it_runs(base, task, tmp_path):
         base_of_command(run_of("lora", task), tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_what_is_trained_alone_and_on_its_base_again(base, task, tmp_path):
     folder, _ = base
     run, other = tmp_path / "run", tmp_path / "other"
@@ -224,6 +227,7 @@ def test_what_is_trained_alone_and_on_its_base_again(base, task, tmp_path):
     assert not (tmp_path / "no").exists()
 
 
+@pytest.mark.slow
 def test_scoring_a_run_again(base, task, tmp_path):
     train(run_of("tape", task), tmp_path, base=find(base[0]))
     first = final_loss(tmp_path, 4)
@@ -282,6 +286,7 @@ def test_generating_needs_a_tokenizer(base):
         generate_text(base[0], ())
 
 
+@pytest.mark.slow
 def test_progress_of_several_runs(base, task, tmp_path):
     runs = [tmp_path / name for name in ("tape", "lora")]
     for workdir in runs:

@@ -241,6 +241,7 @@ def test_a_repeating_text_is_learned_and_a_run_resumes_exactly(tmp_path):
         ),
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2, schedule="constant"),
         steps=60,
+        save_every=20,
     )
     train(config, tmp_path / "whole")
     train(dataclasses.replace(config, steps=40), tmp_path / "parts")
