@@ -70,6 +70,11 @@ def find(path: Path, step: int | None = None) -> Pretrained:
             if step is not None and not found.has_steps:
                 raise ValueError(f"step={step}: {path} is no run, it has one state only")
             return found
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path} does not exist: name a folder or a file (a model on Hugging Face's Hub is"
+            " downloaded first: hf download OWNER/NAME --local-dir DIR)"
+        )
     raise FileNotFoundError(
         f"{path} holds no model: expected a run's or a converted model's folder, a folder with"
         " config.json and *.safetensors, or a .gguf file"

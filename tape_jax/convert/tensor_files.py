@@ -121,7 +121,10 @@ def open_folder(folder: Path) -> dict[str, Stored]:
     if single.exists():
         return open_file(single)[0]
     if not index.exists():
-        raise FileNotFoundError(f"{folder} has neither {single.name} nor {INDEX}")
+        raise FileNotFoundError(
+            f"{folder} has neither {single.name} nor {INDEX}: weights in another format"
+            " (pytorch_model.bin) become that with transformers' model.save_pretrained(folder)"
+        )
     homes, tensors = json.loads(index.read_text())["weight_map"], {}
     for shard in sorted(set(homes.values())):
         if not (folder / shard).exists():
