@@ -8,15 +8,13 @@ compiled and timed in turns in one run. The bytes of the cache do not vary.
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import tyro
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from benchmarks import timing
+from benchmarks import report, timing
 from tape_jax import ModelConfig, Transformer
 from tape_jax.cache import Cache, new_cache
 from tape_jax.generate import Sampling, next_tokens
@@ -157,26 +155,19 @@ def draw(figures: Mapping[str, Mapping[str, float]], title: str) -> Figure:
     return figure
 
 
-def run(benchmark: Benchmark) -> dict[str, Any]:
+def run(benchmark: Benchmark) -> report.Report:
     """Measures, shows and writes everything."""
-    timing.make_folder("decoding", benchmark.out)
-    report = timing.environment(benchmark) | {"encodings": measure(benchmark)}
-    show(report["encodings"], benchmark)
-    path = benchmark.out / "decoding.json"
-    timing.write_json(path, report)
-    title = f"{benchmark.context} tokens of context on {report['device']}, {report['date']}"
-    draw(report["encodings"], title).savefig(path.with_suffix(".png"), dpi=120)
-    return report
-
-
-def main() -> None:
-    """The command; exit status 1 on bad input."""
-    benchmark = tyro.cli(Benchmark, description=__doc__)
-    try:
-        run(benchmark)
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
+    return report.published(
+        "decoding",
+        benchmark,
+        measure=lambda: {"encodings": measure(benchmark)},
+        show=lambda found: show(found["encodings"], benchmark),
+        draw=lambda found: draw(
+            found["encodings"],
+            f"{benchmark.context} tokens of context on {found['device']}, {found['date']}",
+        ),
+    )
 
 
 if __name__ == "__main__":
-    main()
+    report.command(Benchmark, run, __doc__)

@@ -25,11 +25,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import tyro
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from benchmarks import costs, timing
+from benchmarks import costs, report, timing
 from pallas_kernels import tape_attention
 from pallas_kernels.implementations import Implementation, registered
 from tape_jax import ModelConfig, positions
@@ -232,26 +231,18 @@ def draw(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
     return figure
 
 
-def run(benchmark: Benchmark) -> dict[str, Any]:
+def run(benchmark: Benchmark) -> report.Report:
     """Measures, shows and writes everything."""
-    timing.make_folder("efficiency", benchmark.out)
-    report = timing.environment(benchmark) | {"rows": measure(benchmark), "paper": PAPER}
-    show(report["rows"], benchmark)
-    path = benchmark.out / "efficiency.json"
-    timing.write_json(path, report)
-    title = f"positional encodings on {report['device']}, {report['date']}"
-    draw(report["rows"], title).savefig(path.with_suffix(".png"), dpi=120)
-    return report
-
-
-def main() -> None:
-    """The command; exit status 1 on bad input."""
-    benchmark = tyro.cli(Benchmark, description=__doc__)
-    try:
-        run(benchmark)
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
+    return report.published(
+        "efficiency",
+        benchmark,
+        measure=lambda: {"rows": measure(benchmark), "paper": PAPER},
+        show=lambda found: show(found["rows"], benchmark),
+        draw=lambda found: draw(
+            found["rows"], f"positional encodings on {found['device']}, {found['date']}"
+        ),
+    )
 
 
 if __name__ == "__main__":
-    main()
+    report.command(Benchmark, run, __doc__)

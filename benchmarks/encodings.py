@@ -22,11 +22,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import tyro
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from benchmarks import costs, timing
+from benchmarks import costs, report, timing
 from tape_jax import ModelConfig, positions
 
 BASE = "rope"
@@ -192,25 +191,19 @@ def draw(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
     return figure
 
 
-def run(benchmark: Benchmark) -> dict[str, Any]:
+def run(benchmark: Benchmark) -> report.Report:
     """Measures, shows and writes everything."""
-    timing.make_folder("encodings", benchmark.out)
-    report = timing.environment(benchmark) | {"rows": measure(benchmark)}
-    show(report["rows"], benchmark)
-    path = benchmark.out / "encodings.json"
-    timing.write_json(path, report)
-    title = f"positional encodings, {benchmark.layers} layers of 768, length {benchmark.length}"
-    draw(report["rows"], title).savefig(path.with_suffix(".png"), dpi=120)
-    return report
-
-
-def main() -> None:
-    """The command; exit status 1 on bad input."""
-    try:
-        run(tyro.cli(Benchmark, description=__doc__))
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
+    return report.published(
+        "encodings",
+        benchmark,
+        measure=lambda: {"rows": measure(benchmark)},
+        show=lambda found: show(found["rows"], benchmark),
+        draw=lambda found: draw(
+            found["rows"],
+            f"positional encodings, {benchmark.layers} layers of 768, length {benchmark.length}",
+        ),
+    )
 
 
 if __name__ == "__main__":
-    main()
+    report.command(Benchmark, run, __doc__)
