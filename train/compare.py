@@ -8,7 +8,6 @@ command continues what was stopped and repeats nothing that is finished.
 
 import argparse
 import dataclasses
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from train.checkpoint import check_workdir, keep_config
 from train.command_line import parse
 from train.comparison import Run, is_finished, write_comparison
 from train.config import TrainConfig
+from train.ending import command
 from train.interrupt import Interrupt
 from train.loop import NonFiniteError, train
 
@@ -120,16 +120,13 @@ def _check_free(config: TrainConfig, name: str) -> None:
 
 def main() -> None:
     """The command. Exit status 0 when done or stopped by a signal, 1 on bad input."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)
     ours, config = parse(
         parents=[_options()], description="Train an experiment with several encodings and seeds."
     )
     flags.FLAGS.mark_as_parsed()  # grain's workers read absl flags
-    try:
+    with command():
         _check_free(config, ours.config)
         compare(config, ours.encodings, ours.seeds, ours.workdir)
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
 
 
 if __name__ == "__main__":

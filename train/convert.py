@@ -7,7 +7,6 @@ one small file, which --adapter puts on its base again; --to-peft what Hugging F
 """
 
 import dataclasses
-import logging
 import tempfile
 from collections.abc import Callable, Container, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from tape_jax.convert.configs import write_config
 from tape_jax.convert.start import flatten
 from tape_jax.lora import merge
 from train.checkpoint import load_config
+from train.ending import command
 from train.mesh import MeshConfig, make_mesh
 from train.model_folder import write_model
 from train.pretrained import Pretrained, base_record, find, with_adapter
@@ -140,11 +140,8 @@ def _peft(folder: Path, found: Pretrained, params: dict, dtype: Precision) -> No
 
 def main(args: Sequence[str] | None = None) -> None:
     """The command."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)
-    try:
+    with command():
         tyro.cli(convert, args=args, prog="python -m train.convert", description=__doc__)
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"error: {error}") from None
 
 
 if __name__ == "__main__":

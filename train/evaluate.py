@@ -10,7 +10,6 @@ passkey: whether a number is found in prompts of several lengths.
 import contextlib
 import dataclasses
 import functools
-import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from tape_jax.generate import generate
 from tape_jax.saved import read_object
 from train.checkpoint import load_config
 from train.config import TrainConfig
+from train.ending import command
 from train.evals import passkey, perplexity, progress
 from train.evals.runner import Interrupted, Scorer
 from train.evals.stability import changes, tabulate, write_stability
@@ -292,18 +292,15 @@ COMMANDS: Mapping[str, Callable] = {
 
 def main(args: Sequence[str] | None = None) -> None:
     """The command."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)
     args = list(sys.argv[1:] if args is None else args)
     named = bool(args) and not args[0].startswith("-")
     name = args.pop(0) if named else "task"
-    try:
+    with command():
         if name not in COMMANDS:
             raise ValueError(unknown("command", name, COMMANDS))
         about = None if named else __doc__
         prog = f"python -m train.evaluate {name if named else '[COMMAND]'}"
         tyro.cli(COMMANDS[name], args=args, prog=prog, description=about)
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"error: {error}") from None
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from tape_jax.convert.start import parameter_shapes
 from train.checkpoint import load_config
 from train.command_line import parse
 from train.config import TrainConfig, differences, to_dict
+from train.ending import command
 from train.loop import NonFiniteError, train
 from train.methods import Method
 from train.pretrained import Pretrained, base_of, find
@@ -111,7 +112,6 @@ def _warn_of_length(config: TrainConfig, base: Pretrained) -> None:
 
 def main() -> None:
     """The command. Exit status 0 when done or stopped by a signal, 1 on bad input or a bad step."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)
     options = argparse.ArgumentParser(add_help=False)
     options.add_argument(
         "--init",
@@ -126,14 +126,12 @@ def main() -> None:
     )
     where, config = parse(parents=[options], description=__doc__.splitlines()[0])
     flags.FLAGS.mark_as_parsed()  # grain's workers read absl flags
-    try:
+    with command(NonFiniteError):
         config, base = _resolve(config, where.config, where.init, where.workdir)
         config.validate()
         if base is not None:
             _warn_of_length(config, base)
         train(config, where.workdir, where.allow_config_change, base)
-    except (ValueError, OSError, NonFiniteError) as error:
-        raise SystemExit(f"error: {error}") from None
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from rich.console import Console
 from tape_jax.cache import new_cache
 from tape_jax.config import ModelConfig, Precision
 from tape_jax.generate import Sampling, generate, stream
+from train.ending import command
 from train.interrupt import Interrupt
 from train.mesh import MeshConfig, make_mesh
 from train.pretrained import find, tokenizer_of
@@ -114,11 +115,8 @@ def _write_all(prompts: Sequence[str], ids, texts, words: Tokenizer) -> None:
 
 def main() -> None:
     """The command."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)
-    try:
+    with command():
         tyro.cli(generate_text, prog="python -m train.generate")
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"error: {error}") from None
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from tape_jax.convert.folders import new_folder
 from tape_jax.convert.start import parameter_shapes
 from tape_jax.saved import from_dict, read_object, to_dict
 from tape_jax.sharding import parameter_shardings
+from train.interrupt import Interrupt
 from train.tokenizer import copy_tokenizer
 
 FORMAT = "tape_jax model 1"
@@ -57,6 +58,7 @@ def write_model(
 
     Raises:
       FileExistsError: the folder is there already.
+      KeyboardInterrupt: after Ctrl-C or SIGTERM, when the folder is gone.
     """
     about = {
         "format": FORMAT,
@@ -65,12 +67,14 @@ def write_model(
         "fingerprint": fingerprint(params),
         "config": to_dict(config),
     }
-    with new_folder(folder.absolute()) as partial:
+    with new_folder(folder.absolute()) as partial, Interrupt() as stop:
         (partial / "model.json").write_text(json.dumps(about, indent=2) + "\n")
         if tokenizer is not None:
             copy_tokenizer(tokenizer, partial)
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(partial / "params", params)
+        if stop():  # not before: threads of Orbax would go on writing into a folder that is gone
+            raise KeyboardInterrupt
 
 
 def read_model(folder: Path) -> Description:

@@ -8,7 +8,6 @@ Nothing is trained and no data is read. Time and numerics need the device itself
 import argparse
 import dataclasses
 import json
-import logging
 import math
 import re
 from collections.abc import Iterable
@@ -27,6 +26,7 @@ from tape_jax.sharding import MESH_AXES, partition_spec
 from train import targets
 from train.command_line import parse
 from train.config import TrainConfig
+from train.ending import command
 from train.finetune import of_command
 from train.pretrained import find
 from train.step import abstract_params, abstract_state, jit_train_step, split
@@ -205,7 +205,6 @@ def _of_command(config: TrainConfig, name: str, init: Path | None) -> TrainConfi
 
 def main() -> None:
     """The command. Exit status 1 when it does not fit."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)
     options = argparse.ArgumentParser(add_help=False)
     known = ", ".join(targets.TARGETS)
     options.add_argument("--target", required=True, help=f"the kind of device: {known}")
@@ -214,15 +213,13 @@ def main() -> None:
     options.add_argument("--output", type=Path, help="a JSON file for the figures")
     about = __doc__.splitlines()[0]
     ours, config = parse(parents=[options], description=about, needs_workdir=False)
-    try:
+    with command(ModuleNotFoundError):
         if ours.target not in targets.TARGETS:
             raise ValueError(f"--target {ours.target} is not described; known: {known}")
         if ours.output is not None and not ours.output.parent.is_dir():
             raise ValueError(f"--output {ours.output}: there is no folder {ours.output.parent}")
         config = _of_command(config, ours.config, ours.init)
         plan = make_plan(config, ours.target, ours.devices)
-    except (ValueError, OSError, ModuleNotFoundError) as error:
-        raise SystemExit(f"error: {error}") from None
     show(plan, config, ours.target, ours.devices)
     if ours.output is not None:
         run = {"config": config.name, "target": ours.target, "devices": ours.devices}

@@ -1,17 +1,16 @@
 """Train a model from scratch: `python -m train.pretrain --config NAME --workdir DIR`."""
 
 import argparse
-import logging
 
 from absl import flags
 
 from train.command_line import parse
+from train.ending import command
 from train.loop import NonFiniteError, train
 
 
 def main() -> None:
     """The command. Exit status 0 when done or stopped by a signal, 1 on bad input or a bad step."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)
     options = argparse.ArgumentParser(add_help=False)
     options.add_argument(
         "--allow-config-change",
@@ -20,10 +19,8 @@ def main() -> None:
     )
     where, config = parse(parents=[options])
     flags.FLAGS.mark_as_parsed()  # grain's workers read absl flags
-    try:
+    with command(NonFiniteError):
         train(config, where.workdir, where.allow_config_change)
-    except (ValueError, OSError, NonFiniteError) as error:
-        raise SystemExit(f"error: {error}") from None
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from train.data.documents import check_files, read_documents
 from train.data.task import Stop
 from train.data.tokens import ID
+from train.ending import command
 from train.interrupt import Interrupt
 from train.tokenizer import Tokenizer, load_tokenizer
 
@@ -200,10 +201,8 @@ class _Part:
 def main(args: Sequence[str] | None = None) -> None:
     """The command."""
     console = Console(highlight=False, soft_wrap=True)
-    try:
+    with command():
         record = tyro.cli(tokenize, args=args, prog="python -m train.tokenize")
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"error: {error}") from None
     if record is None:
         console.print("interrupted: the same command goes on from there", markup=False)
     else:

@@ -3,10 +3,12 @@
 import dataclasses
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from tape_jax import positions
@@ -14,20 +16,13 @@ from tape_jax.convert import fingerprint, load_huggingface
 from tape_jax.convert.start import flatten
 from tape_jax.lora import LoRA, merge
 from tape_jax.sharding import parameter_shardings
+from tests.huggingface_data import DATA, assert_equal_trees
 from tests.tiny import logits, random_params, tiny
 from tests.train.vocabularies import byte_level, write
 from train.convert import main
 from train.mesh import MeshConfig, make_mesh
 from train.model_folder import read_model, read_params, write_model
 from train.tokenizer import load_tokenizer
-
-DATA = Path(__file__).parents[1] / "data"
-
-
-def assert_equal_trees(ours, theirs):
-    assert flatten(ours).keys() == flatten(theirs).keys()
-    for path, x in flatten(ours).items():
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(flatten(theirs)[path]), path)
 
 
 @pytest.fixture
@@ -157,3 +152,23 @@ def test_a_damaged_checkpoint_leaves_nothing(checkpoint, tmp_path):
     with pytest.raises(SystemExit, match=r"error: .*nothing"):
         main(["--from", str(tmp_path / "nothing"), "--to", str(tmp_path / "new")])
     assert {path.name for path in tmp_path.iterdir()} == {"llama"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_while_writing(number, checkpoint, tmp_path, monkeypatch, capsys):
+    """Orbax writes in threads of its own; what is not whole must not stay."""
+    save = ocp.StandardCheckpointer.save
+
+    def interrupted(self, *arguments, **how):
+        save(self, *arguments, **how)
+        signal.raise_signal(number)
+
+    monkeypatch.setattr(ocp.StandardCheckpointer, "save", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(SystemExit) as ending:
+            main(["--from", str(checkpoint), "--to", str(tmp_path / "new")])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ending.value.code == 130 and "interrupted" in capsys.readouterr().err
+    assert not [path for path in tmp_path.iterdir() if "new" in path.name]
