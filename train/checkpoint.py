@@ -91,8 +91,9 @@ class Checkpoints:
         """
         if step in self._manager.all_steps():
             return
+        # One state of the iterator for all processes, so that another number of them can go on.
         items = ocp.args.Composite(
-            state=ocp.args.StandardSave(state), data=grain.checkpoint.CheckpointSave(data)
+            state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data.get_state())
         )
         self._manager.save(step, args=items, force=True)
 
@@ -106,9 +107,10 @@ class Checkpoints:
           ConfigChangedError: a checkpoint is sound, but of arrays with other shapes.
         """
         for step in sorted(self._manager.all_steps(), reverse=True):
-            args = {"data": grain.checkpoint.CheckpointRestore(data)}
             try:
-                return self._read(step, abstract, args)
+                found = self._read(step, abstract, {"data": ocp.args.JsonRestore()})
+                data.set_state(found["data"])
+                return found["state"]
             except ConfigChangedError:
                 raise
             except Exception as error:
@@ -128,7 +130,7 @@ class Checkpoints:
             raise FileNotFoundError(f"{self._folder} lacks {wanted}; steps there: {steps}")
         for candidate in steps if step is None else [step]:
             try:
-                return self._read(candidate, abstract, {})
+                return self._read(candidate, abstract, {})["state"]
             except Exception as error:
                 if candidate == step or candidate == steps[-1]:
                     others = [other for other in steps if other != candidate]
@@ -143,7 +145,7 @@ class Checkpoints:
         saved = ocp.StandardCheckpointHandler().metadata(self._folder / str(step) / "state")
         _check_shapes(step, saved.tree["params"], abstract.params)
         items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), **args)
-        return self._manager.restore(step, args=items)["state"]
+        return self._manager.restore(step, args=items)
 
     def _set_aside(self, step, error):
         damaged = self._folder.with_name("checkpoints-damaged")

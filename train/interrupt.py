@@ -3,9 +3,17 @@
 import signal
 import types
 
+import jax
+import numpy as np
+from jax.experimental.multihost_utils import process_allgather
+
 
 class Interrupt:
     """While entered, the first SIGTERM or SIGINT only sets a flag; a second SIGINT aborts.
+
+    A signal to one of several processes that were joined (`train.hosts`) stops all of them at the
+    same step; each question then waits for the devices. (JAX's own agreement, made for training
+    steps, is asked by Orbax with other numbers, and knows no evaluations.)
 
     One that is entered within another passes the request on: what it was part of stops as well.
     """
@@ -27,7 +35,13 @@ class Interrupt:
             signal.signal(number, handler)
 
     def __call__(self) -> bool:
-        """Whether to stop soon."""
+        """Whether to stop soon. Processes of one run ask together, and are told the same."""
+        if jax.distributed.is_initialized():
+            # What still runs may talk between processes too, and on CPUs the two would mix.
+            jax.block_until_ready(jax.live_arrays())
+            told = process_allgather(np.int32(self.signal or 0))
+            if self.signal is None and told.any():
+                self.signal = signal.Signals(told.max())
         return self.signal is not None
 
     def _request(self, number: int, frame: types.FrameType | None) -> None:

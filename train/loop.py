@@ -117,16 +117,16 @@ def _restore_or_start(
 def _loop(config, workdir, mesh, state, frozen, data, checkpoints, stop, log) -> int:
     step_function = jit_train_step(config, state)
     start = step = int(state.step)
-    meter, pending = _Meter(config, log, start), None
-    while step < config.steps and not stop():
+    meter, pending, stopping = _Meter(config, log, start), None, stop()
+    while step < config.steps and not stopping:
         batch = to_device(next(data), mesh, config.model.vocab_size)
         state, figures = step_function(state, batch, frozen)
         # The step runs on the device while the one before it is checked and logged.
         if pending is not None:
             meter.record(*pending)
         step, pending = step + 1, (step + 1, figures)
-        done = step == config.steps
-        if step % config.save_every == 0 or done or step % config.eval_every == 0 or stop():
+        done, stopping = step == config.steps, stop()
+        if step % config.save_every == 0 or done or step % config.eval_every == 0 or stopping:
             meter.record(*pending)  # nothing unsound is saved or evaluated
             pending = None
             if step % config.save_every == 0 or done:
@@ -135,6 +135,7 @@ def _loop(config, workdir, mesh, state, frozen, data, checkpoints, stop, log) ->
                 params = join(state.params, frozen)
                 evaluate(config, workdir, mesh, params, step, stop, log)
                 meter.restart()
+                stopping = stop()
     if pending is not None:
         meter.record(*pending)
     if step > start:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import configs
@@ -54,11 +55,13 @@ COMPILED_ONCE = {
 """Environment of a command that shares what the tests' processes have compiled."""
 
 
-def start(workdir: Path, flags: str = "", devices: int = 1) -> subprocess.Popen:
-    """The command as a user types it, on this many virtual devices."""
+def start(
+    workdir: Path, flags: str = "", devices: int = 1, launcher: Sequence[str] = ()
+) -> subprocess.Popen:
+    """The command as a user types it, behind a launcher, on this many virtual devices."""
     xla = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla} | COMPILED_ONCE
-    command = [sys.executable, "-m", "train.pretrain", "--config", "addition-demo"]
+    command = [sys.executable, "-m", *launcher, "train.pretrain", "--config", "addition-demo"]
     return subprocess.Popen(
         [*command, "--workdir", str(workdir), *FLAGS.split(), *flags.split()],
         cwd=ROOT,
