@@ -1,6 +1,7 @@
 """What methods make of a model, which weights they train, and what a step costs then."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -91,6 +92,19 @@ def test_only_trained_weights_move(name):
         assert np.abs(new - old).max() > 0, path
     whole = join(state.params, frozen)
     assert jax.tree.structure(whole) == jax.tree.structure(params)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_optimizer_keeps_two_numbers_for_each_trained_one(name):
+    config = run_of(name)
+    trained, frozen = split(config, jax.eval_shape(lambda: init_params(config, 0)))
+    assert bool(jax.tree.leaves(frozen)) == (name not in ("full", "scratch"))
+    state = jax.eval_shape(functools.partial(start_state, config), trained)
+    kept, weights = (
+        sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree) if x.ndim)
+        for tree in (state.opt_state, trained)
+    )
+    assert kept == 2 * weights > 0
 
 
 @pytest.mark.parametrize("name", mostly_slow(["tape", "lora", "longlora"], quick=["tape"]))
