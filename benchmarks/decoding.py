@@ -169,5 +169,10 @@ def run(benchmark: Benchmark) -> report.Report:
     )
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """The command; exit status 1 on bad input."""
     report.command(Benchmark, run, __doc__)
+
+
+if __name__ == "__main__":
+    main()

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import attention, autotune, device_check, efficiency, encodings, timing
+from benchmarks import attention, autotune, decoding, device_check, efficiency, encodings, timing
 from benchmarks.device_check import Case
 from pallas_kernels import IMPLEMENTATIONS, gpu, tape_attention, tiles
 from pallas_kernels.tiles import Tile
@@ -192,6 +192,7 @@ def command(module, monkeypatch, *arguments):
         (attention, ["--widths", "33"], "must be even"),
         (attention, ["--implementations", "referenc"], "did you mean reference"),
         (attention, ["--implementations", "pallas"], "on cpu"),
+        (decoding, ["--context", "0"], "decoding.context"),
         (efficiency, ["--layers", "0"], "efficiency.layers"),
         (encodings, ["--layers", "1"], "encodings.layers=1 must be >= 2"),
         (encodings, ["--encodings", "fier"], "did you mean fire"),
