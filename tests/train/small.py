@@ -55,21 +55,26 @@ COMPILED_ONCE = {
 """Environment of a command that shares what the tests' processes have compiled."""
 
 
-def start(
-    workdir: Path, flags: str = "", devices: int = 1, launcher: Sequence[str] = ()
-) -> subprocess.Popen:
-    """The command as a user types it, behind a launcher, on this many virtual devices."""
+def launch(arguments: Sequence[str], devices: int = 1, folder: Path = ROOT) -> subprocess.Popen:
+    """`python -m ARGUMENTS` in this folder, on this many virtual devices."""
     xla = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla} | COMPILED_ONCE
-    command = [sys.executable, "-m", *launcher, "train.pretrain", "--config", "addition-demo"]
+    own = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        [*command, "--workdir", str(workdir), *FLAGS.split(), *flags.split()],
-        cwd=ROOT,
-        env=environment,
+        [sys.executable, "-m", *arguments],
+        cwd=folder,
+        env=os.environ | own | COMPILED_ONCE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def start(
+    workdir: Path, flags: str = "", devices: int = 1, launcher: Sequence[str] = ()
+) -> subprocess.Popen:
+    """Training as a user types it, behind a launcher."""
+    command = [*launcher, "train.pretrain", "--config", "addition-demo", "--workdir", str(workdir)]
+    return launch([*command, *FLAGS.split(), *flags.split()], devices)
 
 
 def finish(process: subprocess.Popen, status: int = 0, timeout: float = 240) -> str:

@@ -1,6 +1,5 @@
 """Two processes of two devices each as one run, as two hosts would be."""
 
-import os
 import re
 import signal
 import socket
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.huggingface_data import DATA
-from tests.train.small import COMPILED_ONCE, ROOT, finish, losses, start, wait_for_step
+from tests.train.small import ROOT, finish, launch, losses, start, wait_for_step
 
 pytestmark = pytest.mark.slow
 
@@ -47,17 +46,10 @@ def test_two_processes_are_one_run(tmp_path):
     assert (two / f"eval/step-{step + 3:08d}/grid.json").is_file()
 
 
-def run(arguments, folder, devices, launcher=()):
-    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags} | COMPILED_ONCE
-    return subprocess.Popen(
-        [sys.executable, "-m", *launcher, *arguments.split()],
-        cwd=folder,
-        env=environment | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def together(arguments, folder):
+    """What each of two processes says that run this command as one."""
+    both = [launch([*launcher, *arguments.split()], 2, folder) for launcher in launchers()]
+    return [finish(process) for process in both]
 
 
 def test_a_base_is_read_and_a_run_scored_together(tmp_path):
@@ -68,12 +60,11 @@ def test_a_base_is_read_and_a_run_scored_together(tmp_path):
         " --task.eval-lengths 16 --task.eval-windows 8 --batch-size 8 --steps 4 --log-every 1"
         " --optimizer.warmup-steps 1 --mesh.data 1 --mesh.fsdp 4 --workdir"
     )
-    alone = finish(run(f"{tune} one", tmp_path, 4))
-    list(map(finish, [run(f"{tune} two", tmp_path, 2, launcher) for launcher in launchers()]))
+    alone = finish(launch([*tune.split(), "one"], 4, tmp_path))
+    together(f"{tune} two", tmp_path)
     one, two = (losses(tmp_path / name) for name in ("one", "two"))
     np.testing.assert_allclose(two, one, rtol=1e-5)
-    score = "train.evaluate --mesh.data 1 --mesh.fsdp 4 --workdir two"
-    said, _ = map(finish, [run(score, tmp_path, 2, launcher) for launcher in launchers()])
+    said, _ = together("train.evaluate --mesh.data 1 --mesh.fsdp 4 --workdir two", tmp_path)
     perplexity = r"step 4: .*perplexity ([\d.]+), perplexity_16 ([\d.]+)"
     found, want = (re.search(perplexity, text).groups() for text in (said, alone))
     np.testing.assert_allclose(np.float64(found), np.float64(want), rtol=1e-4)
